@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-Kind = Literal["matrix", "vector", "table"]
+Kind = Literal["matrix", "exact", "vector", "table"]
 Initialiser = Callable[..., jax.Array]
 Params = dict[str, jax.Array]
 M = TypeVar("M", bound=nnx.Module)
@@ -32,8 +32,9 @@ def normal(stddev: float) -> Initialiser:
 class ParamSpec:
     """What is known of a parameter without its value.
 
-    kind: `matrix` (stored in the frozen type when frozen, cast to the compute type on its shard), `vector` (norms,
-      scales, biases: float32) or `table` (embedding and position tables; never gathered whole for a lookup).
+    kind: `matrix` (stored in the frozen type when frozen, cast to the compute type on its shard), `exact` (a matrix
+      stored and used in float32 whatever the compute type), `vector` (norms, scales, biases: float32) or `table`
+      (embedding tables, looked up and never gathered whole; stored in the frozen type when frozen).
     stacked: axis 0 counts layers and is never sharded.
     """
 
