@@ -1,0 +1,93 @@
+"""SigLIP vision tower (big_vision / PaliGemma): patches, learned positions, pre-norm encoder, final norm."""
+
+import dataclasses
+
+import jax
+from flax import nnx
+
+from somaspeed_jax.models.layers.attention import attend
+from somaspeed_jax.models.layers.linear import Linear
+from somaspeed_jax.models.layers.mlp import Mlp
+from somaspeed_jax.models.layers.norm import LayerNorm
+from somaspeed_jax.models.layers.param import Runtime, normal, param, stack
+from somaspeed_jax.models.layers.stack import run_stack
+
+
+@dataclasses.dataclass(frozen=True)
+class SiglipConfig:
+    width: int = 1152
+    depth: int = 27
+    mlp: int = 4304
+    heads: int = 16
+    patch: int = 14
+    image: tuple[int, int] = (224, 224)  # height, width
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a picture."""
+        return (self.image[0] // self.patch) * (self.image[1] // self.patch)
+
+
+class SiglipAttention(nnx.Module):
+    """Bidirectional self-attention with biases."""
+
+    def __init__(self, config: SiglipConfig, runtime: Runtime):
+        d = config.width
+        self.q, self.k = Linear(d, d, runtime), Linear(d, d, runtime)
+        self.v, self.out = Linear(d, d, runtime), Linear(d, d, runtime)
+        self.heads = config.heads
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [b, p, d] -> [b, p, d]."""
+
+        def heads(y):
+            return y.reshape(*y.shape[:-1], self.heads, -1)
+
+        out = attend(heads(self.q(x)), heads(self.k(x)), heads(self.v(x)))
+        return self.out(out.reshape(x.shape))
+
+
+class SiglipBlock(nnx.Module):
+    """x += attention(norm1(x)); x += mlp(norm2(x))."""
+
+    def __init__(self, config: SiglipConfig, runtime: Runtime):
+        self.norm1, self.norm2 = LayerNorm(config.width, eps=1e-6), LayerNorm(config.width, eps=1e-6)
+        self.attn = SiglipAttention(config, runtime)
+        self.mlp = Mlp(config.width, config.mlp, runtime)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def patchify(images: jax.Array, patch: int) -> jax.Array:
+    """images [b, h, w, 3] -> [b, p, patch * patch * 3], patches row-major, a patch in (y, x, channel) order."""
+    b, h, w, channels = images.shape
+    x = images.reshape(b, h // patch, patch, w // patch, patch, channels)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(b, (h // patch) * (w // patch), patch * patch * channels)
+
+
+class Siglip(nnx.Module):
+    """Pictures to one feature a patch. Patch product and positions are float32, the encoder in the compute type."""
+
+    def __init__(self, config: SiglipConfig, runtime: Runtime):
+        self.patch = Linear(3 * config.patch**2, config.width, runtime, exact=True)
+        self.position = param((config.tokens, config.width), normal(0.02), "vector")
+        self.layers = stack(config.depth, SiglipBlock(config, runtime))
+        self.norm = LayerNorm(config.width, eps=1e-6)
+        self.config, self.runtime = config, runtime
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """images [b, h, w, 3] float in [-1, 1] -> [b, p, d] in the compute type."""
+        if images.shape[1:3] != self.config.image:
+            raise ValueError(f"pictures are {images.shape[1:3]}, the vision tower takes {self.config.image}")
+        x = self.patch(patchify(images, self.config.patch)) + self.position[...]
+        x = x.astype(self.runtime.compute)
+        x, _ = run_stack(
+            self.layers,
+            lambda layer, x, _: (layer(x), None),
+            x,
+            runtime=self.runtime,
+            remat=self.runtime.remat_context,
+        )
+        return self.norm(x)
