@@ -168,7 +168,7 @@ def efficiency(record: Record, base: Record) -> float:
 
 
 def write(path: str | Path, content: ScalingFile) -> None:
-    """Writes `content` atomically, sorted, with efficiency computed anew. Raises SchemaError before any file changes."""
+    """Writes `content` atomically, sorted, efficiency computed anew. Raises SchemaError before any file changes."""
     path = Path(path)
     content = with_records(content, ())
     validate(content)
