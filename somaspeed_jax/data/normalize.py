@@ -196,6 +196,6 @@ class Normalizer:
             where = tuple(np.argwhere(outside)[0].tolist())
             raise NormalizationError(
                 f"{self.feature}: dimension {where[-1]} ({self.statistics.names[where[-1]]}) is not normalised and "
-                f"must lie in [-1, 1], found {x[where]}. Normalise it (normalize_gripper=true) or rescale it in the dataset"
+                f"must lie in [-1, 1], found {x[where]}. Normalise it (normalize_gripper=true) or rescale the dataset"
             )
         return x

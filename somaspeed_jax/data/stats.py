@@ -298,7 +298,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _choose(path: Path, entries: Mapping[str, Any], tag: str | None) -> Mapping[str, Any]:
     if tag is None and len(entries) == 1:
         return next(iter(entries.values()))
-    if tag not in entries:
+    if tag is None or tag not in entries:
         raise StatisticsError(f"{path}: statistics by robot for {sorted(entries)}; asked for {tag!r}")
     return entries[tag]
 
