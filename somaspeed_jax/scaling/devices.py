@@ -56,7 +56,7 @@ def named(name: str) -> Device:
 
 
 def of_kind(device_kind: str) -> Device | None:
-    """The device of jax's `device_kind`, such as "NVIDIA A40" or "NVIDIA H100 80GB HBM3"; None where it is not known."""
+    """The device of jax's `device_kind`, such as "NVIDIA A40" or "NVIDIA H100 80GB HBM3"; None where unknown."""
     words = _words(device_kind)
     matches = [(len(kind), device) for device in DEVICES for kind in device.kinds if _words(kind) <= words]
     return max(matches, key=lambda match: match[0])[1] if matches else None
