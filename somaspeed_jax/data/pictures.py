@@ -1,0 +1,163 @@
+"""Which cameras of a dataset can be used, and where each episode's pictures are in the video files."""
+
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from somaspeed_jax.data.errors import DataError
+from somaspeed_jax.data.layout import EpisodeMeta, Feature, Layout, check_file
+from somaspeed_jax.data.rows import Place
+from somaspeed_jax.data.video import VideoInfo, probe_video
+
+RATE_TOLERANCE = 0.02  # relative; a header's rate is the number of pictures over a rounded duration
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Rows of one episode seen by one camera: row t is picture `first + t` of `path`.
+
+    `from_timestamp` is where the metadata says that picture `start` of the file is, in seconds.
+    """
+
+    path: Path
+    first: int
+    start: int
+    from_timestamp: float
+
+
+def choose_cameras(
+    layout: Layout, asked: Sequence[str] | None, stored: set[str], episodes: list[int], notes: list[str]
+) -> tuple[str, ...]:
+    """The cameras to read: those asked for, or (None) all that are declared and have pictures.
+
+    Raises DataError if a camera asked for is not in the dataset or has no pictures, listing both sets of names, and if
+    none of the declared cameras has pictures. A declared camera that is left out is noted.
+    """
+    problems = {name: _why_unusable(layout, name, stored, episodes) for name in layout.cameras}
+    usable = [name for name, problem in problems.items() if problem is None]
+    if asked is None:
+        for name, problem in problems.items():
+            if problem:
+                notes.append(f"camera {name!r} is left out: {problem}")
+        if problems and not usable:
+            raise DataError(
+                f"{layout.root}: no declared camera can be used: "
+                + " ".join(f"{n!r}: {p}" for n, p in problems.items())
+            )
+        return tuple(usable)
+    if len(set(asked)) != len(asked):
+        raise DataError(f"data.cameras names a camera twice: {list(asked)}.")
+    for name in asked:
+        if name not in problems or problems[name]:
+            raise DataError(
+                f"{layout.root}: data.cameras asks for {list(asked)}; {name!r} "
+                f"{'cannot be used: ' + str(problems[name]) if name in problems else 'is not a camera of this dataset.'} "
+                f"The dataset's cameras are {usable}. Give their full names, in the model's order, in data.cameras."
+            )
+    return tuple(asked)
+
+
+def _why_unusable(layout: Layout, name: str, stored: set[str], episodes: list[int]) -> str | None:
+    feature = layout.features[name]
+    if feature.depth:
+        return "it is a depth map, not RGB."
+    if feature.dtype == "image":
+        return None if name in stored else "it is declared, but the parquet files have no such column."
+    spans = [span for e in episodes if (span := layout.episodes[e].videos.get(name))]
+    if not spans:
+        return "it is declared, but meta/episodes has no videos/ columns for it."
+    if not any((layout.root / span.path).exists() or (layout.root / span.path).is_symlink() for span in spans):
+        return f"it is declared, but none of its files exists (expected {layout.root / spans[0].path})."
+    return None
+
+
+def present(layout: Layout, meta: EpisodeMeta) -> bool:
+    """Whether anything of an episode was fetched. Where only a part was, opening it fails with that file's name."""
+    paths = [meta.data_path] if layout.shared_files else [meta.data_path, *(span.path for span in meta.videos.values())]
+    return any((layout.root / path).exists() or (layout.root / path).is_symlink() for path in paths)
+
+
+def place_pictures(
+    layout: Layout,
+    cameras: Sequence[str],
+    places: list[Place],
+    first_times: Sequence[float],
+    fps: float,
+    trust_timestamps: bool,
+    notes: list[str],
+) -> dict[tuple[str, int], Span]:
+    """{(camera, episode): Span} for the cameras stored as video, after checking every file's header.
+
+    `first_times` holds each episode's first timestamp in seconds. Raises DataError for a missing or broken file, for
+    one whose rate is not `fps` (unless `trust_timestamps`), and for an episode that reaches past the end of its file.
+
+    In a file of its own an episode's row t is picture t, also where timestamps start at 1/fps. Where they do and the
+    file has exactly one picture more, picture 0 lies before the first row, and row t is picture t + 1. Both are noted.
+    """
+    wanted = [(camera, place) for camera in cameras for place in places if layout.features[camera].dtype == "video"]
+    for camera, place in wanted:
+        if camera not in layout.episodes[place.episode].videos:
+            raise DataError(
+                f"{layout.root}: meta/episodes says no video file of {camera!r} for episode {place.episode}."
+            )
+    files = {layout.root / layout.episodes[place.episode].videos[camera].path: camera for camera, place in wanted}
+    for path in files:
+        check_file(path)
+    with ThreadPoolExecutor(4) as pool:
+        headers = dict(zip(files, pool.map(probe_video, files), strict=True))
+
+    found: list[str] = []
+    for path, camera in files.items():
+        _check_header(path, layout.features[camera], headers[path], fps, trust_timestamps, found)
+    notes.extend(dict.fromkeys(found))
+
+    times = {place.episode: time for place, time in zip(places, first_times, strict=True)}
+    spans: dict[tuple[str, int], Span] = {}
+    odd: dict[tuple[str, str], list[int]] = {}
+    for camera, place in wanted:
+        meta = layout.episodes[place.episode].videos[camera]
+        path = layout.root / meta.path
+        header = headers[path]
+        # A recording whose declared rate is wrong has its video times by the video's rate.
+        start = round(meta.from_timestamp * (header.rate if trust_timestamps and header.rate else fps))
+        late = abs(times[place.episode] * fps - 1) < 0.1
+        shift = int(late and not layout.shared_files and header.frames == place.length + 1)
+        if late:
+            how = "row t is picture t + 1 (its file has one picture more)" if shift else "row t is picture t"
+            odd.setdefault((camera, f"timestamps start at 1/fps, {how}"), []).append(place.episode)
+        first = start + shift
+        if first < 0 or first + place.length > header.frames:
+            raise DataError(
+                f"{path}: episode {place.episode}, camera {camera!r}: asks for {first / fps:.3f} s to "
+                f"{(first + place.length) / fps:.3f} s (frames {first} to {first + place.length - 1}), but the file has "
+                f"0 s to {header.frames / fps:.3f} s ({header.frames} frames). Its start time in meta/episodes is wrong, "
+                f"or the video is incomplete: convert or fetch the dataset again, or leave the episode out."
+            )
+        if not layout.shared_files and header.frames > place.length + shift:
+            odd.setdefault((camera, "the video goes on after the last row"), []).append(place.episode)
+        spans[camera, place.episode] = Span(path, first, start, meta.from_timestamp)
+    for (camera, what), episodes in odd.items():
+        notes.append(f"camera {camera!r}: {what} (episodes: {len(episodes)}, the first is {episodes[0]}).")
+    return spans
+
+
+def _check_header(
+    path: Path, feature: Feature, header: VideoInfo, fps: float, trust_timestamps: bool, notes: list[str]
+) -> None:
+    """Compares a file's header with what info.json declares; once for each camera and kind of difference."""
+    if header.pixel_format.startswith("gray1"):
+        raise DataError(f"{path}: camera {feature.name!r} is stored as {header.pixel_format} (depth), not as RGB.")
+    tolerance = RATE_TOLERANCE + 1 / header.frames
+    if header.frames > 1 and abs(header.rate / fps - 1) > tolerance and not trust_timestamps:
+        raise DataError(
+            f"{path}: camera {feature.name!r} is recorded at {header.rate:.4g} frames a second, but meta/info.json "
+            f"declares fps = {fps:g}. Correct meta/info.json, or set data.trust_timestamps=true."
+        )
+    names = {"libdav1d": "av1", "av1": "av1", "libaom-av1": "av1"}
+    codec = names.get(header.codec, header.codec)
+    if feature.codec and names.get(feature.codec, feature.codec) != codec:
+        notes.append(f"camera {feature.name!r}: meta/info.json declares {feature.codec}, the files are {codec}.")
+    if {header.height, header.width} - set(feature.shape):
+        size = f"{header.height} x {header.width}"
+        notes.append(f"camera {feature.name!r}: pictures are {size}, the declared shape is {list(feature.shape)}.")

@@ -1,0 +1,183 @@
+"""The rows of chosen episodes: where they are, their columns, and whether they are what the metadata says."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from somaspeed_jax.data.columns import numbers, read_columns
+from somaspeed_jax.data.errors import DataError
+from somaspeed_jax.data.layout import Feature, Layout, check_file, open_parquet
+
+RATE_TOLERANCE = 0.01  # relative difference of two frame rates that counts as the same
+STEP_TOLERANCE = 1e-4  # seconds, the tolerance LeRobot uses
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Rows `row : row + length` of a parquet file are episode `episode`."""
+
+    episode: int
+    path: Path
+    row: int
+    length: int
+
+
+def locate(layout: Layout, episodes: list[int], notes: list[str]) -> list[Place]:
+    """Finds each episode's rows by its number, not by the metadata's arithmetic.
+
+    Raises DataError for a file that cannot be read and for an episode whose rows are missing, scattered or of another
+    number than the metadata says. A file named wrongly by the metadata (LeRobot 0.4.0 did so for the first episode of
+    each file but the first) is noted and its neighbours are searched.
+    """
+    numbering: dict[Path, np.ndarray | None] = {}
+
+    def rows_of(path: Path, episode: int) -> np.ndarray:
+        if path not in numbering:
+            numbering[path] = _episode_column(path)
+        column = numbering[path]
+        if column is None:  # one file an episode, and no such column
+            return np.arange(open_parquet(path).metadata.num_rows)
+        return np.flatnonzero(column == episode)
+
+    files = sorted({layout.root / meta.data_path for meta in layout.episodes.values()}) if layout.shared_files else []
+    places = []
+    for episode in episodes:
+        meta = layout.episodes[episode]
+        path = check_file(layout.root / meta.data_path)
+        rows = rows_of(path, episode)
+        if not len(rows) and layout.shared_files:
+            position = files.index(path)
+            for other in files[position + 1 :] + files[:position][::-1]:
+                if other.exists() and len(rows := rows_of(other, episode)):
+                    notes.append(f"{path}: does not hold episode {episode}, as meta/episodes says; found in {other}.")
+                    path = other
+                    break
+        if len(rows) != meta.length:
+            raise DataError(
+                f"{path}: has {len(rows)} rows of episode {episode}; the table of episodes says {meta.length}. Fetch or "
+                f"convert the dataset again, or correct the table."
+            )
+        if not len(rows) or rows[-1] - rows[0] + 1 != len(rows):
+            raise DataError(f"{path}: episode {episode} has no rows, or they do not follow each other.")
+        places.append(Place(episode, path, int(rows[0]), len(rows)))
+    return places
+
+
+def _episode_column(path: Path) -> np.ndarray | None:
+    if "episode_index" not in open_parquet(path).schema_arrow.names:
+        return None
+    column = read_columns(path, ["episode_index"])["episode_index"]
+    return numbers(column, (), f"{path}: episode_index")
+
+
+def stored_columns(places: list[Place]) -> set[str]:
+    """The columns that every file has."""
+    names = [set(open_parquet(path).schema_arrow.names) for path in dict.fromkeys(place.path for place in places)]
+    return set.intersection(*names)
+
+
+def load(places: list[Place], features: dict[str, Feature], names: list[str], dtype: type) -> dict[str, np.ndarray]:
+    """Columns of all episodes, one after the other: {name: [rows, *shape]}. A feature of shape [1] gives [rows, 1].
+
+    Raises DataError naming file and feature for a column that is missing or not numbers of the declared shape.
+    """
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    current, table = None, None
+    for place in places:
+        if place.path != current or table is None:
+            missing = set(names) - set(open_parquet(place.path).schema_arrow.names)
+            if missing:
+                raise DataError(f"{place.path}: has no column {', '.join(map(repr, sorted(missing)))}.")
+            current, table = place.path, read_columns(place.path, names)
+        for name in names:
+            shape = features[name].shape if name in features else (1,)
+            column = table[name].slice(place.row, place.length)
+            parts[name].append(numbers(column, shape, f"{place.path}: {name}").astype(dtype))
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+def check_finite(places: list[Place], name: str, values: np.ndarray, labels: tuple[str, ...]) -> None:
+    """Raises DataError naming the first entry of `values` [rows, n] that is not a finite float32."""
+    bad = np.argwhere(~np.isfinite(values))
+    if not len(bad):
+        return
+    row, dim = int(bad[0, 0]), int(bad[0, 1])
+    starts = np.cumsum([0] + [place.length for place in places])
+    position = int(np.searchsorted(starts, row, side="right")) - 1
+    place = places[position]
+    raise DataError(
+        f"{place.path}: episode {place.episode}, frame {row - starts[position]}: {name}[{dim}] ({labels[dim]}) is "
+        f"{values[row, dim]}; expected a finite number ({len(bad)} such entries in {name}). Repair the file or leave "
+        f"the episode out (data.episodes)."
+    )
+
+
+def check_frame_index(places: list[Place], frame_index: np.ndarray) -> None:
+    """Raises DataError unless each episode's frame_index [rows] counts 0, 1, 2 …"""
+    start = 0
+    for place in places:
+        values = frame_index[start : start + place.length]
+        wrong = np.flatnonzero(values != np.arange(place.length))
+        if len(wrong):
+            raise DataError(
+                f"{place.path}: episode {place.episode}: frame_index is {values[wrong[0]]:g} in row {wrong[0]} of the "
+                f"episode; expected {wrong[0]}. Rows are missing or out of order."
+            )
+        start += place.length
+
+
+def check_times(
+    places: list[Place], timestamps: np.ndarray, fps: float, trust_timestamps: bool, notes: list[str]
+) -> float:
+    """The rate in frames a second: the declared `fps`, or the recorded one if `trust_timestamps`.
+
+    `timestamps` [rows] seconds. Raises DataError if an episode's recorded rate is not the declared one, if recorded
+    rates differ among episodes, or if time does not run forward. Steps that are uneven without changing the rate are
+    noted. float32 timestamps of an hour are 0.24 ms apart, so the tolerance of a step grows with its time.
+    """
+    start, uneven, recorded = 0, 0, []
+    for place in places:
+        times = timestamps[start : start + place.length]
+        start += place.length
+        steps = np.diff(times)
+        if not np.isfinite(times).all() or (steps <= 0).any():
+            raise DataError(f"{place.path}: episode {place.episode}: timestamp does not increase from row to row.")
+        if place.length < 2:
+            continue
+        # One pause moves the mean of the steps, float32 rounding moves their median: the rate is wrong if both are.
+        rates = (1 / float(np.mean(steps)), 1 / float(np.median(steps)))
+        rate = rates[0] if _same(*rates) else rates[1]
+        if not trust_timestamps and not _same(rate, fps) and not _same(rates[0], fps):
+            raise DataError(
+                f"{place.path}: episode {place.episode} is recorded at {rate:.4g} frames a second (timestamps are "
+                f"{1 / rate:.4g} s apart), but meta/info.json declares fps = {fps:g}. Correct meta/info.json, or set "
+                f"data.trust_timestamps=true to use the recorded rate."
+            )
+        recorded.append((rate, place))
+        expected = 1 / (rate if trust_timestamps else fps)
+        uneven += int((np.abs(steps - expected) > STEP_TOLERANCE + np.spacing(np.float32(times[-1]))).sum())
+    if uneven:
+        notes.append(f"timestamp: {uneven} steps are not 1/fps; pictures and rows are matched by number.")
+    if trust_timestamps and recorded:
+        return _recorded_rate(recorded, fps, notes)
+    return fps
+
+
+def _same(rate: float, other: float) -> bool:
+    return abs(rate / other - 1) <= RATE_TOLERANCE
+
+
+def _recorded_rate(recorded: list[tuple[float, Place]], declared: float, notes: list[str]) -> float:
+    slow, fast = min(recorded, key=lambda r: r[0]), max(recorded, key=lambda r: r[0])
+    if not _same(slow[0], fast[0]):
+        raise DataError(
+            f"{slow[1].path}: episode {slow[1].episode} is recorded at {slow[0]:.4g} frames a second, episode "
+            f"{fast[1].episode} at {fast[0]:.4g}; expected one rate. Choose episodes of one rate (data.episodes)."
+        )
+    rate = float(np.median([rate for rate, _ in recorded]))
+    if abs(rate / round(rate or 1) - 1) <= RATE_TOLERANCE / 2:
+        rate = float(round(rate))  # timestamps rounded to float32
+    if not _same(rate, declared):
+        notes.append(f"meta/info.json declares fps = {declared:g}; the recorded rate of {rate:g} is used, as asked.")
+    return rate
