@@ -288,7 +288,7 @@ def unknown_field(name: str) -> str:
 
 
 def _typed(name: str, kind: Any, value: Any, faults: list[str]) -> Any:
-    """`value` as `kind`, or a fault. An int is a float; a list of the right elements is a tuple; nothing else is cast."""
+    """`value` as `kind`, or a fault. An int may be a float and a list a tuple; nothing else is cast."""
     origin = typing.get_origin(kind)
     if origin is tuple:
         element = typing.get_args(kind)[0]
