@@ -107,12 +107,13 @@ def _shape_and_type_faults(source: Source, name: str, row: Row) -> list[str]:
 
 def _tie_faults(source: Source, first: str, second: str) -> list[str]:
     a, b = source.tensor(first), source.tensor(second)
-    if a.dtype == b.dtype and a.shape == b.shape:
-        if all(np.array_equal(_bits(a[i : i + 4096]), _bits(b[i : i + 4096])) for i in range(0, len(a), 4096)):
-            return []
+    rows = range(0, len(a), 4096)
+    same_form = a.dtype == b.dtype and a.shape == b.shape
+    if same_form and all(np.array_equal(_bits(a[i : i + 4096]), _bits(b[i : i + 4096])) for i in rows):
+        return []
     return [
-        f"tied but different: {first} in {source.where(first)} and {second} in {source.where(second)} must hold the same"
-        " bytes; remove the one that is stale"
+        f"tied but different: {first} in {source.where(first)} and {second} in {source.where(second)} must hold the"
+        " same bytes; remove the one that is stale"
     ]
 
 

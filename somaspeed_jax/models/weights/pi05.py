@@ -128,12 +128,16 @@ def _expert(config: Pi05Config) -> Table:
     expert = "paligemma_with_expert.gemma_expert"
     layer = f"{expert}.model.layers.{{i}}"
     stacked = {"layers": tuple(range(gemma.depth))}
+
+    def modulation(name: str, path: str, **where) -> Table:
+        return _linear(f"{name}.dense", f"{path}.dense", d, 3 * d, bias=True, **where)
+
     return [
-        *_linear(f"{layer}.input_layernorm.dense", "expert.layers.norm1.dense", d, 3 * d, bias=True, **stacked),
-        *_linear(f"{layer}.post_attention_layernorm.dense", "expert.layers.norm2.dense", d, 3 * d, bias=True, **stacked),
+        *modulation(f"{layer}.input_layernorm", "expert.layers.norm1", **stacked),
+        *modulation(f"{layer}.post_attention_layernorm", "expert.layers.norm2", **stacked),
         *(row for rows in _attention(gemma, layer, "expert.layers", **stacked).values() for row in rows),
         *_mlp(gemma, layer, "expert.layers", **stacked),
-        *_linear(f"{expert}.model.norm.dense", "expert.norm.dense", d, 3 * d, bias=True),
+        *modulation(f"{expert}.model.norm", "expert.norm"),
         # Left over from the language model that the expert is built from: openpi does not have it.
         Row(EXPERT_HEAD, (config.vocabulary, d), None, optional=True, zeros=True),
     ]

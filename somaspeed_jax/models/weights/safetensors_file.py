@@ -104,8 +104,8 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
                 raise WeightsError(f"{path}: {size} bytes are too few for a safetensors file; fetch it again")
             if length > min(MAX_HEADER, size - 8):
                 raise WeightsError(
-                    f"{path}: the first 8 bytes announce a header of {length:,} bytes; the file has {size:,} and a header"
-                    f" may take {MAX_HEADER:,}: it is cut short or not a safetensors file"
+                    f"{path}: the first 8 bytes announce a header of {length:,} bytes; the file has {size:,}"
+                    f" and a header may take {MAX_HEADER:,}: it is cut short or not a safetensors file"
                 )
             file.seek(8)
             text = file.read(length)
@@ -194,7 +194,7 @@ def _check_cover(entries: Mapping[str, Entry], start: int, size: int, path: Path
 
 @dataclasses.dataclass(frozen=True)
 class TensorToWrite:
-    """A tensor of a file to be: `read` is called once, when its turn comes, and gives an array of this dtype and shape."""
+    """A tensor of a file to be: `read` is called once, when its turn comes, and gives an array of `dtype` and `shape`."""
 
     name: str
     dtype: np.dtype
@@ -249,7 +249,7 @@ def _write_tensor(file: Any, tensor: TensorToWrite) -> None:
         raise WeightsError(
             f"tensor {tensor.name!r}: {array.dtype} {array.shape} was given for {tensor.dtype} {tensor.shape}"
         )
-    data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     for start in range(0, len(data), CHUNK):
         file.write(data[start : start + CHUNK])
 

@@ -1,4 +1,4 @@
-"""Where weights come from: a directory or a Hugging Face repository with one .safetensors file, or with shards and an index."""
+"""Where weights come from: a directory or a Hugging Face repository, with one .safetensors file or with shards."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -135,7 +135,9 @@ def _read_index(index: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         # The file is opened by this name: it must not lead out of the directory.
         if not isinstance(file, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", file, re.ASCII):
-            raise WeightsError(f"{index}: tensor {name!r} is in {file!r}; expected the plain name of a .safetensors file")
+            raise WeightsError(
+                f"{index}: tensor {name!r} is in {file!r}; expected the plain name of a .safetensors file"
+            )
     return weight_map
 
 

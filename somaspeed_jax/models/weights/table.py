@@ -31,8 +31,8 @@ class Row:
     view: reshape applied to the upstream tensor first (a convolution kernel to a matrix), or None.
     transpose: axes applied after `view`, or None.
     reshape: reshape applied last (a convolution kernel whose axes were put in order, to a matrix), or None.
-    take: section (axis, start, stop) of the upstream tensor, after `view` and before `transpose`, that we read. Rows
-      that share a name must together take all of it.
+    take: section (axis, start, stop) of the upstream tensor, after `view` and before `transpose`, that we read.
+      Rows may share a name; what none of them takes is left as the source has it.
     part: section (axis, start, stop) of our (unstacked) parameter that this tensor fills.
     optional: may be absent from the source.
     alias_of: upstream name of a tensor that must hold the same bytes (tied embeddings): either is enough to read,
@@ -167,7 +167,9 @@ def _box(row: Row, index: int | None, shape: tuple[int, ...]) -> Box:
 def prefixed(table: Table, prefix: str) -> Table:
     """The table of a file in which every name begins with `prefix`."""
     return [
-        dataclasses.replace(row, name=prefix + row.name, alias_of=None if row.alias_of is None else prefix + row.alias_of)
+        dataclasses.replace(
+            row, name=prefix + row.name, alias_of=None if row.alias_of is None else prefix + row.alias_of
+        )
         for row in table
     ]
 
