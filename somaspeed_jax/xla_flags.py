@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,10 +151,12 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
     """
     import jax
 
-    if not jax.config.read("jax_enable_compilation_cache"):
+    settings: Any = jax.config
+
+    if not settings.jax_enable_compilation_cache:
         return None
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    path = Path(folder or jax.config.read("jax_compilation_cache_dir") or base / "somaspeed_jax" / "xla").expanduser()
+    path = Path(folder or settings.jax_compilation_cache_dir or base / "somaspeed_jax" / "xla").expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
         writable = os.access(path, os.W_OK)
@@ -166,7 +169,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
             stacklevel=2,
         )
         return None
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    settings.update("jax_compilation_cache_dir", str(path))
     return path
 
 
