@@ -40,7 +40,7 @@ def _error_by_step(result: OpenLoop) -> Figure:
 
 
 def _trajectory(trajectory: Trajectory, result: OpenLoop) -> Figure:
-    """The recorded actions as a line, and a predicted chunk from every so many frames, so that chunks do not overlap."""
+    """The recorded actions as a line, and a predicted chunk from every so many frames, so that none overlap."""
     horizon = trajectory.predicted.shape[1]
     starts = [0]
     for i, frame in enumerate(trajectory.frames):
