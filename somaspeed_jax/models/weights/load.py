@@ -78,6 +78,7 @@ def resolve_names(source: Source, table: Table) -> dict[str, str]:
             other = aliases.get(name)
             if other is not None and other.name in available:
                 stored[name] = other.name
+                faults += _shape_and_type_faults(source, other.name, row)
             elif other is not None:
                 faults.append(f"missing: {name} {list(row.shape)}, and {other.name}, which may stand for it")
             elif row.alias_of is None and not row.optional:
@@ -87,8 +88,9 @@ def resolve_names(source: Source, table: Table) -> dict[str, str]:
             faults += _tie_faults(source, primary, row.name)
     if faults:
         faults = list(dict.fromkeys(faults))  # rows that share a tensor find the same fault
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise WeightsError(
-            f"{source.directory}: the weights do not fit this model ({len(faults)} faults):\n  " + "\n  ".join(faults)
+            f"{source.directory}: the weights do not fit this model ({count}):\n  " + "\n  ".join(faults)
         )
     return stored
 
