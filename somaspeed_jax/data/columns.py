@@ -48,9 +48,9 @@ def numbers(column: pa.ChunkedArray | pa.Array, shape: tuple[int, ...], where: s
     while pa.types.is_nested(array.type):
         if pa.types.is_struct(array.type):
             raise DataError(f"{where}: is stored as {array.type}; expected numbers.")
-        lengths = pc.unique(pc.list_value_length(array)).to_pylist()
+        lengths = np.unique(pc.call_function("list_value_length", [array]))
         if len(lengths) > 1:
-            raise DataError(f"{where}: rows have {sorted(lengths)} values; expected the same number in each.")
+            raise DataError(f"{where}: rows have {lengths.tolist()} values; expected the same number in each.")
         array = array.flatten()
     if len(array) != rows * per_row:
         raise DataError(

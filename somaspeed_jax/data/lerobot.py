@@ -144,7 +144,7 @@ class LeRobotDataset:
         """Record `index`: see docs/design.md. Without `images` nothing is decoded and `images` is empty.
 
         `index`, `episode_index`, `frame_index` (int), `task` (str), `state` float32 [s], `actions` float32 [t, a],
-        `action_is_pad` bool [t], `images` {camera: uint8 [h, w, 3]}. Raises DataError for a frame that cannot be decoded.
+        `action_is_pad` bool [t], `images` {camera: uint8 [h, w, 3]}. Raises DataError for a frame that does not decode.
         """
         episode, frame = self._find(index)
         steps = frame + np.arange(self.horizon)
@@ -229,8 +229,8 @@ class LeRobotDataset:
         if abs(file.seconds(span.start) - span.from_timestamp) * self.fps > 0.5:
             raise DataError(
                 f"{span.path}: episode {episode.index}, camera {camera!r}: frame {span.start} is at "
-                f"{file.seconds(span.start):.4f} s, but meta/episodes starts the episode at {span.from_timestamp:.4f} s. "
-                f"The file does not run at {self.fps:g} frames a second throughout; convert the dataset again."
+                f"{file.seconds(span.start):.4f} s, but meta/episodes starts the episode at {span.from_timestamp:.4f} "
+                f"s. The file does not run at {self.fps:g} frames a second throughout; convert the dataset again."
             )
         return file.frame(span.first + frame)
 
@@ -319,10 +319,10 @@ def _prompts(
         )
     if layout.tasks and column in stored:
         indices = rows.load(places, layout.features, [column], np.float64)[column].reshape(-1)
-        unknown = sorted(set(np.unique(indices)) - set(layout.tasks))
+        unknown = sorted(set(np.unique(indices).astype(int).tolist()) - set(layout.tasks))
         if unknown:
             raise DataError(
-                f"{layout.root}: {column} holds {unknown}, which the tasks under meta/ do not list: {sorted(layout.tasks)}."
+                f"{layout.root}: {column} holds {unknown}, but meta/ lists the tasks {sorted(layout.tasks)}."
             )
         texts = list(layout.tasks.values())
         position = {index: i for i, index in enumerate(layout.tasks)}
@@ -333,8 +333,8 @@ def _prompts(
         text = own[0] if len(own) == 1 else default_task
         if text is None:
             raise DataError(
-                f"{layout.root}: episode {place.episode} has no single task ({list(own)}), and meta/ lists no tasks that "
-                f"its rows point to. Give a prompt in data.default_task."
+                f"{layout.root}: episode {place.episode} has no single task ({list(own)}), and meta/ lists no tasks "
+                f"that its rows point to. Give a prompt in data.default_task."
             )
         if text not in texts:
             texts.append(text)

@@ -50,10 +50,10 @@ def choose_cameras(
         raise DataError(f"data.cameras names a camera twice: {list(asked)}.")
     for name in asked:
         if name not in problems or problems[name]:
+            why = f"cannot be used: {problems[name]}" if name in problems else "is not a camera of this dataset."
             raise DataError(
-                f"{layout.root}: data.cameras asks for {list(asked)}; {name!r} "
-                f"{'cannot be used: ' + str(problems[name]) if name in problems else 'is not a camera of this dataset.'} "
-                f"The dataset's cameras are {usable}. Give their full names, in the model's order, in data.cameras."
+                f"{layout.root}: data.cameras asks for {list(asked)}; {name!r} {why} The dataset's cameras are "
+                f"{usable}. Give their full names, in the model's order, in data.cameras."
             )
     return tuple(asked)
 
@@ -130,9 +130,9 @@ def place_pictures(
         if first < 0 or first + place.length > header.frames:
             raise DataError(
                 f"{path}: episode {place.episode}, camera {camera!r}: asks for {first / fps:.3f} s to "
-                f"{(first + place.length) / fps:.3f} s (frames {first} to {first + place.length - 1}), but the file has "
-                f"0 s to {header.frames / fps:.3f} s ({header.frames} frames). Its start time in meta/episodes is wrong, "
-                f"or the video is incomplete: convert or fetch the dataset again, or leave the episode out."
+                f"{(first + place.length) / fps:.3f} s (frames {first} to {first + place.length - 1}), but the file "
+                f"has 0 s to {header.frames / fps:.3f} s ({header.frames} frames). Its start time in meta/episodes is "
+                f"wrong, or the video is incomplete: convert or fetch the dataset again, or leave the episode out."
             )
         if not layout.shared_files and header.frames > place.length + shift:
             odd.setdefault((camera, "the video goes on after the last row"), []).append(place.episode)

@@ -55,8 +55,8 @@ def locate(layout: Layout, episodes: list[int], notes: list[str]) -> list[Place]
                     break
         if len(rows) != meta.length:
             raise DataError(
-                f"{path}: has {len(rows)} rows of episode {episode}; the table of episodes says {meta.length}. Fetch or "
-                f"convert the dataset again, or correct the table."
+                f"{path}: has {len(rows)} rows of episode {episode}; the table of episodes says {meta.length}. "
+                f"Fetch or convert the dataset again, or correct the table."
             )
         if not len(rows) or rows[-1] - rows[0] + 1 != len(rows):
             raise DataError(f"{path}: episode {episode} has no rows, or they do not follow each other.")

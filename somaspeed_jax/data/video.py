@@ -72,8 +72,8 @@ def check_whole(path: Path) -> None:
                 return
             if len(head) < 8 or length < 8 or position + length > size:
                 raise DataError(
-                    f"{path}: is cut short: it has {size} bytes, and its part {kind!r} ends at byte {position + length}. "
-                    f"Fetch it again."
+                    f"{path}: is cut short: it has {size} bytes, and its part {kind!r} ends at byte "
+                    f"{position + length}. Fetch it again."
                 )
             position += length
 
