@@ -194,7 +194,7 @@ def _check_cover(entries: Mapping[str, Entry], start: int, size: int, path: Path
 
 @dataclasses.dataclass(frozen=True)
 class TensorToWrite:
-    """A tensor of a file to be: `read` is called once, when its turn comes, and gives an array of `dtype` and `shape`."""
+    """A tensor of a file to be: `read` is called once, in its turn, and gives an array of `dtype` and `shape`."""
 
     name: str
     dtype: np.dtype

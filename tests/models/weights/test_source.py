@@ -72,12 +72,21 @@ def test_an_index_that_names_other_tensors(sharded):
         assert fault in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "file", ["../model.safetensors", "/etc/model.safetensors", "a/b.safetensors", "model.bin", "..\\x.safetensors", 3, ".safetensors"]
-)  # fmt: skip
+ELSEWHERE = [
+    "../a.safetensors",
+    "/etc/a.safetensors",
+    "a/b.safetensors",
+    "..\\a.safetensors",
+    ".safetensors",
+    "a.bin",
+    3,
+]
+
+
+@pytest.mark.parametrize("file", ELSEWHERE)
 def test_an_index_cannot_lead_out_of_its_directory(sharded, file):
     edit_index(sharded, lambda weight_map: weight_map.update(t0=file))
-    with pytest.raises(WeightsError, match="tensor 't0' is in .*expected the plain name"):
+    with pytest.raises(WeightsError, match=r"tensor 't0' is in .*expected the plain name"):
         open_source(sharded)
 
 
@@ -120,7 +129,7 @@ def test_a_repository_is_fetched_only_where_no_such_path_exists(tmp_path, monkey
     assert asked == []
     assert set(open_source("lerobot/pi0_base").names()) == set(TENSORS)
     assert asked == ["lerobot/pi0_base"]
-    with pytest.raises(WeightsError, match="no/such: no such directory here.*404 not found$"):
+    with pytest.raises(WeightsError, match=r"no/such: no such directory here.*404 not found$"):
         find_directory("no/such")
     for path in ("./no/such", "/no/such", "no", "a/b/c", "../x", "~/nothing/here"):
         with pytest.raises(WeightsError, match="no such directory or file"):
