@@ -13,11 +13,11 @@ embodiments in the data (`GrootConfig.embodiments`).
 """
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from somaspeed_jax.flow_spec import FlowSpec
@@ -41,7 +41,7 @@ from somaspeed_jax.models.vision.qwen3_vl import (
 _EPS = 1e-5
 _OUT_EPS = 1e-6
 _TIME_CHANNELS = 256
-_PERIOD = 10_000.0
+_LOG_PERIOD = np.float32(np.log(10_000.0))
 # Purposes, so that no two draws of a sample share a key.
 _CONDITION, _VELOCITY, _STATE = 1, 2, 3
 
@@ -229,9 +229,13 @@ def _twice(rate: float) -> float:
     return 1.0 - (1.0 - rate) ** 2
 
 
-def sinusoid(x: jax.Array, width: int, divisor: float) -> tuple[jax.Array, jax.Array]:
-    """(sin, cos) of x * 10000^(-i / divisor), i = 0 .. width / 2 - 1, each [*x.shape, width / 2] float32."""
-    frequencies = jnp.exp(jnp.arange(width // 2, dtype=jnp.float32) * (-math.log(_PERIOD) / divisor))
+def sinusoid(x: jax.Array, exponents: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """(sin, cos) of x * e^exponents, each [*x.shape, width / 2] float32.
+
+    Flow times reach 998, where one unit in the last place of a frequency turns the angle by 6e-5. So the exponents are
+    made by upstream's float32 operations, and the exponential is rounded correctly.
+    """
+    frequencies = np.exp(exponents.astype(np.float64)).astype(np.float32)
     angles = x.astype(jnp.float32)[..., None] * frequencies
     return jnp.sin(angles), jnp.cos(angles)
 
@@ -284,7 +288,8 @@ class ActionEncoder(nnx.Module):
     def __call__(self, x: jax.Array, time: jax.Array, embodiment: jax.Array) -> jax.Array:
         """x [b, K, t, a], time [b, K] (bucket), embodiment [b] -> [b, K, t, d] float32."""
         actions = self.w1(x, embodiment)
-        sin, cos = sinusoid(time, self.width, self.width // 2)
+        half = self.width // 2
+        sin, cos = sinusoid(time, -np.arange(half, dtype=np.float32) * (_LOG_PERIOD / np.float32(half)))
         tau = jnp.broadcast_to(jnp.concatenate([sin, cos], axis=-1)[:, :, None], actions.shape)
         hidden = jax.nn.silu(self.w2(jnp.concatenate([actions, tau], axis=-1), embodiment))
         return self.w3(hidden, embodiment)
@@ -373,7 +378,8 @@ class TimeEncoder(nnx.Module):
 
     def __call__(self, time: jax.Array) -> jax.Array:
         """time [...] -> [..., d] in the compute type."""
-        sin, cos = sinusoid(time, _TIME_CHANNELS, _TIME_CHANNELS // 2 - 1)
+        half = _TIME_CHANNELS // 2
+        sin, cos = sinusoid(time, -_LOG_PERIOD * np.arange(half, dtype=np.float32) / np.float32(half - 1))
         return self.fc2(jax.nn.silu(self.fc1(jnp.concatenate([cos, sin], axis=-1))))
 
 
