@@ -2,7 +2,6 @@
 
 import pickle
 import shutil
-import time
 
 import numpy as np
 import pyarrow as pa
@@ -394,23 +393,6 @@ def test_an_unknown_task_number_is_refused_and_a_missing_list_falls_back(tmp_pat
     assert LeRobotDataset(tmp_path, horizon=H, default_task="wave")[7]["task"] == "wave"
 
 
-def test_reading_in_order_does_not_start_again_at_the_key_frame(tmp_path):
-    """With one key frame in 200, 200 frames in order are 200 decodes, and 50 backwards are 5,000."""
-    write_dataset(tmp_path, [200])
-    path = tmp_path / "videos" / CAMERA / "chunk-000/file-000.mp4"
-    path.unlink()
-    write_video(path, [code(0, n) for n in range(200)], 10, group=200)
-    dataset = LeRobotDataset(tmp_path, horizon=H)
-    start = time.perf_counter()
-    for i in range(200):
-        dataset.frame(i, CAMERA)
-    forward = time.perf_counter() - start
-    start = time.perf_counter()
-    for i in range(199, 0, -4):
-        dataset.frame(i, CAMERA)
-    assert forward < (time.perf_counter() - start) / 2
-
-
 @pytest.mark.parametrize("holdout", [0.1, 0.34, 0.9])
 def test_U10_a_split_is_disjoint_complete_and_stable(holdout):
     train, held_out = split_episodes(17, holdout, seed=3)
@@ -422,5 +404,5 @@ def test_U10_a_split_is_disjoint_complete_and_stable(holdout):
 
 @pytest.mark.parametrize(("episodes", "holdout"), [([1, 2, 1], 0.5), (5, 1.0), (5, -0.1), (1, 0.5)])
 def test_a_split_that_makes_no_sense_is_refused(episodes, holdout):
-    with pytest.raises(ValueError, match="hold|repeated"):
+    with pytest.raises(ValueError, match=r"holdout|repeated"):
         split_episodes(episodes, holdout)

@@ -54,6 +54,39 @@ def test_U02_all_frames_in_sequence(tmp_path):
     assert file.seconds(0) == 0 and file.seconds(39) == pytest.approx(3.9)
 
 
+class Counting:
+    """A container that counts its seeks and the pictures decoded."""
+
+    def __init__(self, container):
+        self.container, self.seeks, self.decoded = container, 0, 0
+
+    def seek(self, *args, **options):
+        self.seeks += 1
+        self.container.seek(*args, **options)
+
+    def decode(self, stream):
+        for frame in self.container.decode(stream):
+            self.decoded += 1
+            yield frame
+
+
+@pytest.mark.parametrize("group", [2, 100])
+def test_reading_in_order_goes_back_to_no_key_frame(group, tmp_path):
+    path = tmp_path / "clip.mp4"
+    write_video(path, range(100), fps=10, group=group)
+    file = VideoFile(path)
+    file._container = counting = Counting(file._container)
+    for n in range(100):
+        file.frame(n)
+        file.frame(n)  # kept
+    assert (counting.seeks, counting.decoded) == (1, 100)
+    file.frame(50)
+    file.frame(56)
+    assert counting.decoded == 100 + (7 if group == 2 else 57)  # the key frame before 50, and on from there
+    file.frame(98)
+    assert counting.seeks == (3 if group == 2 else 2)  # a key frame near the target is worth a seek
+
+
 def test_leading_pictures_cut_by_an_edit_list_are_not_counted(tmp_path):
     """Frame 0 is the first picture that a player shows, though decoding starts before it."""
     path, cut = tmp_path / "clip.mp4", tmp_path / "cut.mp4"
