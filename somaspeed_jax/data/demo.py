@@ -20,9 +20,9 @@ from somaspeed_jax.data.once import make_once
 
 __all__ = ["ensure_demo", "ensure_demo_tokenizer", "make_demo"]
 
-VERSION = 1  # raise it when anything that is written changes: it is part of the folder's name
+VERSION = 2  # raise it when anything that is written changes: it is part of the folder's name
 
-_REST = 8  # frames recorded after the tip has arrived
+_REST = 6  # frames recorded after the tip has arrived
 _EPISODES_PER_DATA_FILE = 200
 _EPISODES_PER_VIDEO_FILE = 64  # not a divisor of the above: data and video files roll over independently
 _RENDER = 256  # frames drawn at a time, which keeps the canvas in cache

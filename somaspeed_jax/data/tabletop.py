@@ -35,12 +35,12 @@ TABLE_HALF = 0.3
 BLOCK_HALF = 0.042
 TIP_RADIUS = 0.026
 WRIST_HALF = 0.15  # half the width of what the wrist camera sees
-MAX_STEP = 0.03  # what the arm can move in a step
-EXPERT_STEP = 0.025
-PUSH = 0.004  # standard deviation of the disturbance during demonstrations, a step
+MAX_STEP = 0.045  # what the arm can move in a step
+EXPERT_STEP = 0.04
+PUSH = 0.006  # standard deviation of the disturbance during demonstrations, a step
 SUCCESS_RADIUS = 0.045
 HOLD = 3  # steps at the end of a trial that must lie within the radius
-MAX_STEPS = 40  # a trial; the longest straight way takes the expert 30
+MAX_STEPS = 25  # a trial; the longest straight way takes the expert 19
 
 _TABLE = (128, 126, 124)
 _FLOOR = (70, 68, 74)

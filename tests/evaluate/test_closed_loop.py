@@ -64,7 +64,7 @@ def test_passing_over_the_block_is_no_success():
     def to_the_goal_and_away(observations):
         calls.append(1)
         far = tabletop.CENTRE + np.sign(tabletop.CENTRE - scenes.goals()) * 0.29
-        return np.repeat((scenes.goals() if len(calls) < 8 else far)[:, None], 5, 1)
+        return np.repeat((scenes.goals() if len(calls) < tabletop.MAX_STEPS // 5 else far)[:, None], 5, 1)
 
     assert evaluate_tabletop(to_the_goal_and_away, starts=STARTS, seed=SEED).success < 0.05
 
