@@ -32,6 +32,9 @@ class Pi05Augmentation:
     wrist_cameras: tuple[str, ...] | None = None
 
 
+RECIPES: dict[str, Pi05Augmentation | None] = {"none": None, "lerobot": None, "openpi": Pi05Augmentation()}
+
+
 def prepare(
     images: Sequence[jax.Array],
     camera_names: Sequence[str],

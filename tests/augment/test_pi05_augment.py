@@ -1,6 +1,7 @@
 """π0.5's device-side pictures: openpi's augmentation draw for draw, and nothing that depends on the batch."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import jax
@@ -10,13 +11,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from somaspeed_jax.augment.common import hsv_to_rgb, rgb_to_hsv, sample_bilinear
-from somaspeed_jax.augment.pi05 import Pi05Augmentation, prepare
+from somaspeed_jax.augment.pi05 import RECIPES, prepare
 
-# `augment/*`: openpi's chain for a base and a wrist camera (augmax 0.4.1, jax 0.10.2), keys split from key 3.
+# `augment/*`: openpi's chain for a base and a wrist camera; fixtures/processor_pi05_openpi.py records it.
 RECORDED = np.load(Path(__file__).parents[1] / "fixtures" / "processor_pi05_openpi.npz")
 PICTURES = RECORDED["augment/pictures"]
 CAMERAS = ("observation.images.base", "observation.images.wrist")
-OPENPI = Pi05Augmentation()
+OPENPI = RECIPES["openpi"]
+assert OPENPI is not None
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,10 @@ def test_colours_change_for_some_samples_and_stay_for_others(augmented):
 
 
 def test_evaluation_and_lerobot_only_change_the_range(keys):
-    for made in (prepare((PICTURES,), CAMERAS[:1], None, OPENPI), prepare((PICTURES,), CAMERAS[:1], keys, None)):
+    for made in (
+        prepare((PICTURES,), CAMERAS[:1], None, OPENPI),
+        prepare((PICTURES,), CAMERAS[:1], keys, RECIPES["lerobot"]),
+    ):
         np.testing.assert_allclose(made[0], PICTURES / 127.5 - 1, rtol=0, atol=1e-6)
 
 
@@ -54,10 +59,14 @@ def test_a_sample_does_not_depend_on_its_batch_or_mesh(augmented, compiled, keys
     alone = compiled((PICTURES[2:3], PICTURES[2:3]), keys[2:3])
     mesh = Mesh(np.array(jax.devices()[:6]), ("replica",))
     split = NamedSharding(mesh, PartitionSpec("replica"))
-    spread = compiled((jax.device_put(PICTURES, split),) * 2, jax.device_put(keys, split))
+    inputs = ((jax.device_put(PICTURES, split),) * 2, jax.device_put(keys, split))
+    program = compiled.lower(*inputs).compile()
+    spread = program(*inputs)
     for camera in range(2):
         np.testing.assert_allclose(alone[camera][0], augmented[camera][2], rtol=0, atol=1e-6)
         np.testing.assert_allclose(spread[camera], augmented[camera], rtol=0, atol=1e-6)
+    # Each device works on its own samples: nothing is exchanged.
+    assert not re.findall("all-gather|all-reduce|all-to-all|collective-permute", program.as_text())
 
 
 def test_named_wrist_camera_is_spared_the_geometry(keys):
