@@ -216,7 +216,7 @@ def _check_space(cache: FrameCache, directory: Path, max_bytes: int) -> None:
     free = shutil.disk_usage(cache.folder).free
     if cache.bytes - present > free:
         raise DataError(
-            f"{needed}, and the disk of {directory} has {free / 1e9:.2f} GB free. Point data.cache_dir at another "
+            f"{needed}, and the disk of {directory} has {free / 1e9:.2f} GB free. Keep the cache on another "
             "disk, or set data.cache='decode' to decode on the fly"
         )
 

@@ -164,7 +164,7 @@ def test_the_bound_names_what_is_needed_and_what_is_there(tmp_path):
 
 def test_a_disk_that_is_too_small_is_refused_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(frame_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(DataError, match=r"disk of .* has 0.00 GB free. Point data.cache_dir at another"):
+    with pytest.raises(DataError, match=r"disk of .* has 0.00 GB free. Keep the cache on another"):
         build(Episodes(), tmp_path)
 
 
