@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_paths import shared_data
 from hypothesis import given
 from hypothesis import strategies as st
 
 from somaspeed_jax.data.errors import DataError
+from somaspeed_jax.data.lerobot import LeRobotDataset
 from somaspeed_jax.data.normalize import Normalizer
 from somaspeed_jax.data.stats import FeatureStatistics, StatisticsError, compute, compute_relative
 from somaspeed_jax.data.tokenizers import load_tokenizer
@@ -426,3 +428,44 @@ def test_model_output_of_another_width_is_refused():
 def test_configurations_that_cannot_be_are_refused(changes, match):
     with pytest.raises(DataError, match=match):
         dataclasses.replace(CONFIG, **changes)
+
+
+# ------------------------------------------------------------------------------------------------ a real recording
+
+
+@pytest.mark.skipif(shared_data() is None, reason="no sample recordings at hand")
+@pytest.mark.parametrize("relative", [False, True])
+def test_real_recording_to_samples_and_back(relative):
+    folder = shared_data()
+    assert folder is not None
+    dataset = LeRobotDataset(folder / "franka-usb-v30", horizon=6)
+    states, chunks = dataset.numeric("observation.state"), dataset.numeric("action")
+    exclude = (dataset.action_names[-1],)
+    if relative:
+        mask = relative_mask(dataset.action_names, exclude)
+        episodes = np.concatenate([np.full(e.length, e.index) for e in dataset.episodes])
+        reference = states[:, : chunks.shape[1]]
+        of_action = compute_relative(chunks, reference, episodes, 6, dataset.action_names, mask=mask)
+    else:
+        of_action = compute(chunks, dataset.action_names, feature="action")
+    of_state = compute(states, dataset.state_names, feature="observation.state")
+    config = dataclasses.replace(
+        CONFIG, cameras=dataset.cameras, relative_actions=relative, relative_exclude=exclude, prompt_length=400
+    )
+    made = Pi05Transform(
+        config, TOKENIZER, Normalizer(of_state, "quantiles", "lerobot"), Normalizer(of_action, "quantiles", "lerobot")
+    )
+    made = Pi05Transform(
+        dataclasses.replace(config, prompt_length=made.required_prompt_length(dataset.tasks)),
+        TOKENIZER,
+        made.state_normalizer,
+        made.action_normalizer,
+    )
+    for index in (0, 40, len(dataset) - 1):
+        raw = dataset.record(index)
+        sample = made({**raw, "images": {name: made.prepare_image(image) for name, image in raw["images"].items()}})
+        assert [image.shape for image in sample["images"]] == [(48, 48, 3)] * len(dataset.cameras)
+        assert sample["token_mask"].sum() > 0.7 * len(sample["tokens"])
+        back = made.actions(sample["actions"], raw["state"])
+        moving = ~np.isin(np.arange(len(dataset.action_names)), [d.index for d in made.action_normalizer.near_constant])
+        np.testing.assert_allclose(back[:, moving], raw["actions"][:, moving], rtol=0, atol=1e-5)
