@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from grain.experimental import index_shuffle
 
 from somaspeed_jax.data.errors import DataError
 from somaspeed_jax.data.order import Stream, epoch_seed
@@ -45,7 +44,7 @@ class MixtureOrder:
         self.places = _places(weights)
         self.block = sum(self.places)
         self._starts = np.concatenate([[0], np.cumsum(self.places)])
-        self._block, self._key = -1, 0
+        self._shuffled_block, self._shuffle = -1, np.arange(0)
         self._streams = [Stream(size, epoch_seed(seed, 1 + d)) for d, size in enumerate(sizes)]
 
     def record_ids(self, step: int) -> np.ndarray:
@@ -68,9 +67,11 @@ class MixtureOrder:
     def _place(self, position: int) -> tuple[int, int]:
         """(dataset, position in that dataset's own stream) of a position of the mixture."""
         block, place = divmod(position, self.block)
-        if block != self._block:
-            self._block, self._key = block, epoch_seed(self.seed, 0, block)
-        shuffled = index_shuffle(place, self.block - 1, self._key, 4)
+        if block != self._shuffled_block:
+            # a sort of random keys: index_shuffle takes milliseconds where there are only a few places
+            keys = np.random.SeedSequence((self.seed, 0, block)).generate_state(self.block, np.uint64)
+            self._shuffled_block, self._shuffle = block, np.argsort(keys, kind="stable")
+        shuffled = int(self._shuffle[place])
         dataset = int(np.searchsorted(self._starts, shuffled, side="right")) - 1
         return dataset, block * self.places[dataset] + shuffled - int(self._starts[dataset])
 

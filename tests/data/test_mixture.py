@@ -49,7 +49,7 @@ def test_a_pure_function_of_seed_and_step():
 
 
 @pytest.mark.parametrize(
-    "weights", [[1, 1, 1], [0.1, 0.2, 0.7], [1234, 777, 99], [1 / 3, 1 / 7, 11 / 21], [1e-3, 1, 1]]
+    "weights", [[1, 1, 1], [0.1, 0.2, 0.7], [1234, 777, 99], [1 / 3, 1 / 7, 11 / 21], [0.01, 1, 1]]
 )
 def test_places_follow_the_weights(weights):
     order = MixtureOrder([5, 5, 5], weights, 4, 0)
