@@ -128,7 +128,7 @@ def _parse(data: bytes, file_name: str, source: str) -> Any:
 
 
 def _from_hub(source: str, family: _Family) -> Path:
-    """The file of a hub repo, from the local cache or the network."""
+    """The file of a hub repo, from the local cache, else from the network."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         raise ValueError(
             f"tokenizer {source}: no such file or directory, and not a hub repo id (owner/name); get it with\n"
@@ -137,15 +137,19 @@ def _from_hub(source: str, family: _Family) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
+    for name in family.files:
+        if isinstance(cached := huggingface_hub.try_to_load_from_cache(source, name), str):
+            return Path(cached)
     reason: Exception | None = None
     for name in family.files:
         try:
             return Path(huggingface_hub.hf_hub_download(source, name))
-        except LocalEntryNotFoundError as error:  # not cached, and the hub cannot be asked
-            reason = reason or error
+        except LocalEntryNotFoundError as error:  # the hub cannot be reached
+            reason = error
+            break
         except EntryNotFoundError as error:  # the repo has no file of that name: try the next
             reason = error
-        except (HfHubHTTPError, OSError) as error:  # gated, private, absent, or no connection
+        except (HfHubHTTPError, OSError) as error:  # gated, private or absent
             reason = error
             break
     raise ValueError(

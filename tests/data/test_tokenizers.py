@@ -71,6 +71,15 @@ def test_repo_without_the_first_choice_takes_the_next(monkeypatch):
     assert load_tokenizer("some/tokens", "gemma").file_name == "tokenizer.json"
 
 
+def test_cached_repo_never_asks_the_hub(monkeypatch):
+    def cached(repo, name):
+        return str(GEMMA / name) if (repo, name) == ("some/tokens", "tokenizer.json") else None
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: pytest.fail("asked the hub"))
+    assert load_tokenizer("some/tokens", "gemma").file_name == "tokenizer.json"
+
+
 def test_local_directory_never_asks_the_hub(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: pytest.fail("asked the hub"))
     load_tokenizer(GEMMA, "gemma")
