@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from somaspeed_jax.models.layers.param import ParamSpec
-from somaspeed_jax.models.weights.load import resolve_names
+from somaspeed_jax.models.weights.load import check_names, stored_names
 from somaspeed_jax.models.weights.safetensors_file import TensorToWrite, WeightsError, write_sharded
 from somaspeed_jax.models.weights.source import Source
 from somaspeed_jax.models.weights.table import Piece, Row, Table, place, prefixed
@@ -66,9 +66,7 @@ def export_weights(
     for name in files or {}:
         if Path(name).name != name or name.startswith("."):
             raise WeightsError(f"{name!r}: further files of an export have plain names")
-    names = resolve_names(source, prefixed(table, source_prefix)) if source is not None else {}
-    origin = {name.removeprefix(source_prefix): held for name, held in names.items()}
-    plan = _Plan(source, origin, table, specs, trained, deltas or {}, stored)
+    plan = _Plan(source, source_prefix, table, specs, trained, deltas or {}, stored)
     tensors = plan.tensors(export_prefix)
 
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +91,7 @@ class _Plan:
     def __init__(
         self,
         source: Source | None,
-        origin: Mapping[str, str],
+        source_prefix: str,
         table: Table,
         specs: Mapping[str, ParamSpec],
         trained: Mapping[str, jax.Array | np.ndarray],
@@ -106,8 +104,14 @@ class _Plan:
         for path, value in trained.items():
             if value.shape != specs[path].shape:
                 raise WeightsError(f"{path} is {list(value.shape)}, expected {list(specs[path].shape)}")
-        self.source, self.origin, self.table, self.trained = source, origin, table, trained
-        self.deltas, self.stored = deltas, stored
+        self.source, self.table, self.trained, self.deltas, self.stored = source, table, trained, deltas, stored
+        self.origin: dict[str, str] = {}  # bare upstream name -> the name under which the source holds it
+        if source is not None:
+            read_in_part = {row.path for row in table if row.take is not None}
+            names = prefixed(table, source_prefix)
+            check_names(source, names, new=trained.keys() - read_in_part)
+            stored_as = stored_names(source, names)
+            self.origin = {name.removeprefix(source_prefix): held for name, held in stored_as.items()}
         # Adapters are parameters that no tensor of upstream's layout holds: they come in through `deltas`.
         in_table = {row.path for row in table}
         self.pieces: dict[str, list[Piece]] = {}  # bare upstream name -> all pieces that it holds
@@ -133,12 +137,14 @@ class _Plan:
 
     def _tensor(self, row: Row, name: str) -> TensorToWrite | None:
         source, dtype = self.source, np.dtype(np.float32)
+        if row.alias_of is not None and not row.untied and name not in self.origin:
+            return None
         main = row.alias_of or name  # an alias is written as the tensor that it stands for
         held = self.origin.get(main)
         if any(piece.row.path in self.trained or piece.row.path in self.deltas for piece in self.pieces.get(main, [])):
             self.origins["trained"] += 1
             if self.stored == "source" and source is not None and held is not None:
-                dtype = source.dtype(held)
+                dtype = np.dtype(source.dtype(held))
             return TensorToWrite(name, dtype, row.shape, lambda: self._assembled(main, row.shape, dtype))
         held = self.origin.get(name, held)
         if source is not None and held is not None:
@@ -151,10 +157,11 @@ class _Plan:
 
     def _assembled(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """The upstream tensor `name` with the sections that were trained put in, float32, then `dtype`."""
-        if self.source is None or name not in self.origin:
-            tensor = np.zeros(shape, np.float32)
+        held = self.origin.get(name)
+        if self.source is not None and held is not None and self.source.shape(held) == shape:
+            tensor = np.array(self.source.tensor(held), np.float32)
         else:
-            tensor = np.array(self.source.tensor(self.origin[name]), np.float32)
+            tensor = np.zeros(shape, np.float32)
         for piece in self.pieces[name]:
             path = str(piece.row.path)
             if path in self.trained:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from somaspeed_jax.models.weights.load import resolve_names
+from somaspeed_jax.models.weights.load import stored_names
 from somaspeed_jax.models.weights.safetensors_file import CODES, WeightsError
 from somaspeed_jax.models.weights.source import Source
 from somaspeed_jax.models.weights.table import Table, prefixed
@@ -22,7 +22,7 @@ def fingerprint(source: Source, table: Table, trained: Collection[str], *, prefi
     trained: our paths that were trained. Tensors that the port does not read are included: an export copies them.
     A tied tensor has one entry, under its first name. prefix: what the source's names begin with.
     """
-    names = resolve_names(source, prefixed(table, prefix))
+    names = stored_names(source, prefixed(table, prefix))
     frozen: dict[str, str] = {}
     for row in table:
         if row.path in trained or (row.alias_of is not None and not row.untied):

@@ -30,7 +30,8 @@ def load_params(
 ) -> Params:
     """Reads every parameter of `specs` from `source`, as `table` says. No parameter is left to chance.
 
-    new: paths that the configuration says are not in the file (LoRA); the result does not have them.
+    new: paths that the configuration says are not in the file (adapters) or are to start afresh; the result does not
+      have them, and tensors that the file has for them are passed over.
     sharding_for: path -> where the parameter lives; the first local device by default. Each device's shard is read
       on its own: host memory holds the shards of one parameter at a time.
     dtype_for: path -> stored type; float32 by default. bfloat16 and float16 widen exactly; float32 is rounded to
@@ -39,11 +40,12 @@ def load_params(
     Raises WeightsError that lists every fault: tensors missing, unexpected, of another shape or type, or tied ones
     that differ; ValueError where the table itself does not describe `specs`.
     """
-    pieces = place(table, {path: spec for path, spec in specs.items() if path not in new})
+    pieces = place(table, specs)
     unfilled = [path for path in specs if path not in pieces and path not in new]
     if unfilled:
         raise ValueError(f"weight table: no row for {', '.join(unfilled)}")
-    stored = resolve_names(source, table)
+    check_names(source, table, new)
+    stored = stored_names(source, table)
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return {
         path: _load_one(
@@ -58,44 +60,58 @@ def load_params(
     }
 
 
-def resolve_names(source: Source, table: Table) -> dict[str, str]:
-    """Checks a source against a table: table name -> the name under which the source holds it (an alias, or itself).
+def check_names(source: Source, table: Table, new: Collection[str] = ()) -> None:
+    """Raises WeightsError with every fault of a source under a table: see `load_params`.
 
-    Optional tensors that the source does not have are not in the result. Raises WeightsError with every fault.
+    new: our paths that are not read; their tensors may be absent, or of any shape and type.
     """
-    available = set(source.names())
-    expected = shapes(table)
-    faults = [f"unexpected: {name} {list(source.shape(name))} in {source.where(name)}" for name in sorted(available)
-              if name not in expected]  # fmt: skip
-    stored: dict[str, str] = {}
-    aliases = {row.alias_of: row for row in table if row.alias_of is not None}
+    available, expected = set(source.names()), shapes(table)
+    faults = [
+        f"unexpected: {name} {list(source.shape(name))} in {source.where(name)}"
+        for name in sorted(available - expected.keys())
+    ]
+    aliases = _aliases(table)
     for row in table:
+        if row.path in new:
+            continue
         for name, _ in row.names():
-            if name in available:
-                stored[name] = name
-                faults += _shape_and_type_faults(source, name, row)
-                continue
             other = aliases.get(name)
-            if other is not None and other.name in available:
-                stored[name] = other.name
-                faults += _shape_and_type_faults(source, other.name, row)
+            if name in available:
+                faults += _form_faults(source, name, row)
+            elif other is not None and other.name in available:
+                faults += _form_faults(source, other.name, row)
             elif other is not None:
                 faults.append(f"missing: {name} {list(row.shape)}, and {other.name}, which may stand for it")
             elif row.alias_of is None and not row.optional:
                 faults.append(f"missing: {name} {list(row.shape)}")
-    for primary, row in aliases.items():
-        if stored.get(primary) == primary and row.name in available and not row.untied:
-            faults += _tie_faults(source, primary, row.name)
+    for first, row in aliases.items():
+        if not row.untied and {first, row.name} <= available:
+            faults += _tie_faults(source, first, row.name)
     if faults:
         faults = list(dict.fromkeys(faults))  # rows that share a tensor find the same fault
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise WeightsError(
             f"{source.directory}: the weights do not fit this model ({count}):\n  " + "\n  ".join(faults)
         )
+
+
+def stored_names(source: Source, table: Table) -> dict[str, str]:
+    """Table name -> the name under which the source holds it: itself, or its alias. Without those that it lacks."""
+    available, aliases = set(source.names()), _aliases(table)
+    stored = {}
+    for name in shapes(table):
+        if name in available:
+            stored[name] = name
+        elif name in aliases and aliases[name].name in available:
+            stored[name] = aliases[name].name
     return stored
 
 
-def _shape_and_type_faults(source: Source, name: str, row: Row) -> list[str]:
+def _aliases(table: Table) -> dict[str, Row]:
+    return {row.alias_of: row for row in table if row.alias_of is not None}
+
+
+def _form_faults(source: Source, name: str, row: Row) -> list[str]:
     faults, found, where = [], source.shape(name), source.where(name)
     if found != row.shape:
         transposed = len(found) > 1 and found == row.shape[::-1]

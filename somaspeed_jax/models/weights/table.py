@@ -35,10 +35,10 @@ class Row:
       Rows may share a name; what none of them takes is left as the source has it.
     part: section (axis, start, stop) of our (unstacked) parameter that this tensor fills.
     optional: may be absent from the source.
-    alias_of: upstream name of a tensor that must hold the same bytes (tied embeddings): either is enough to read,
-      both are written.
-    untied: an alias that upstream holds as a parameter of its own: it is counted, and may hold other bytes when the
-      file has both (upstream trained one of them); `alias_of` is then what is read.
+    alias_of: upstream name of a tensor that must hold the same bytes (tied embeddings): either is enough to read. It
+      is written where the source has it under this name.
+    untied: an alias that upstream holds as a parameter of its own: it is counted, always written, and may hold other
+      bytes when the file has both (upstream trained one of them); `alias_of` is then what is read.
     buffer: upstream stores it but does not count it as a parameter.
     zeros: an unread tensor that upstream's strict loading asks for: written as zeros where the source has none.
     """
