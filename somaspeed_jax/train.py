@@ -17,6 +17,7 @@ from somaspeed_jax.checkpoint import Checkpoints, check_resume
 from somaspeed_jax.config import Config, profile_range, to_json
 from somaspeed_jax.data.order import Order
 from somaspeed_jax.data.pipeline import make_pipeline
+from somaspeed_jax.evaluate.demo import play
 from somaspeed_jax.initial import check_frozen, initial_parameters
 from somaspeed_jax.mesh import global_batch_arrays
 from somaspeed_jax.metrics import MetricsWriter, StepClock
@@ -138,6 +139,10 @@ def train(config: Config, workdir: Path, console: Console | None = None) -> Outc
         final = {} if stop.asked else validation(state)
         log.validated(reached, final)
         checkpoints.wait()
+        if config.evaluation.closed_loop_starts and reached == config.steps and lead:
+            for name, result in play(workdir, config.evaluation.closed_loop_starts).items():
+                metrics.write("closed_loop", step=reached, policy=name, success=result.success, starts=result.n)
+                metrics.say(f"tabletop      {name:<17} {result}")
         metrics.say(report.end_line(reached, config, stop.asked, workdir))
         return Outcome(state, reached, stop.asked, final)
 
