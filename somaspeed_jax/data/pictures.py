@@ -154,10 +154,8 @@ def _check_header(
             f"{path}: camera {feature.name!r} is recorded at {header.rate:.4g} frames a second, but meta/info.json "
             f"declares fps = {fps:g}. Correct meta/info.json, or set data.trust_timestamps=true."
         )
-    names = {"libdav1d": "av1", "av1": "av1", "libaom-av1": "av1"}
-    codec = names.get(header.codec, header.codec)
-    if feature.codec and names.get(feature.codec, feature.codec) != codec:
-        notes.append(f"camera {feature.name!r}: meta/info.json declares {feature.codec}, the files are {codec}.")
+    if feature.codec and feature.codec != header.codec:
+        notes.append(f"camera {feature.name!r}: meta/info.json declares {feature.codec}, the files are {header.codec}.")
     if {header.height, header.width} - set(feature.shape):
         size = f"{header.height} x {header.width}"
         notes.append(f"camera {feature.name!r}: pictures are {size}, the declared shape is {list(feature.shape)}.")

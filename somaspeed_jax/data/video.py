@@ -23,6 +23,8 @@ from somaspeed_jax.data.layout import check_file
 # Going back to a key frame throws away what the decoder holds, which costs about as much as decoding this many frames.
 SEEK_COST = 8
 
+DECODERS = {"libdav1d": "av1", "libaom-av1": "av1"}  # decoders that are not called by their codec's name
+
 
 @dataclasses.dataclass(frozen=True)
 class VideoInfo:
@@ -47,11 +49,17 @@ def probe_video(path: Path) -> VideoInfo:
         return VideoInfo(
             frames=frames,
             rate=float(stream.average_rate or 0.0),
-            codec=stream.codec_context.name,
+            codec=codec_name(stream),
             width=stream.codec_context.width,
             height=stream.codec_context.height,
             pixel_format=stream.codec_context.pix_fmt or "unknown",
         )
+
+
+def codec_name(stream: Any) -> str:
+    """The codec's name as info.json would give it: h264, hevc, av1 …"""
+    name = str(stream.codec_context.name)
+    return DECODERS.get(name, name)
 
 
 def check_whole(path: Path) -> None:
@@ -101,7 +109,7 @@ def _index(container: Any, stream: Any, path: Path) -> tuple[list[int], list[int
             if packet.size == 0:  # the packet that flushes the decoder
                 continue
             if packet.pts is None:
-                raise DataError(f"{path}: a packet ({stream.codec_context.name}) has no presentation time.")
+                raise DataError(f"{path}: a packet ({codec_name(stream)}) has no presentation time.")
             if packet.is_keyframe:
                 keys.append((packet.pts, packet.dts if packet.dts is not None else packet.pts))
             if not packet.is_discard:  # cut away by an edit list: decoded, never shown
@@ -109,9 +117,9 @@ def _index(container: Any, stream: Any, path: Path) -> tuple[list[int], list[int
     except av.FFmpegError as error:
         raise DataError(f"{path}: cannot be read to its end ({error}). Fetch it again.") from error
     if len(set(times)) != len(times):
-        raise DataError(f"{path}: two pictures ({stream.codec_context.name}) have the same presentation time.")
+        raise DataError(f"{path}: two pictures ({codec_name(stream)}) have the same presentation time.")
     if not times or not keys:
-        raise DataError(f"{path}: holds no picture or no key frame ({stream.codec_context.name}).")
+        raise DataError(f"{path}: holds no picture or no key frame ({codec_name(stream)}).")
     keys.sort()
     return sorted(times), [pts for pts, _ in keys], [dts for _, dts in keys]
 
@@ -123,7 +131,7 @@ class VideoFile:
         self.path = Path(path)
         check_file(self.path)
         self._container, self._stream = _open(self.path)
-        self.codec = self._stream.codec_context.name
+        self.codec = codec_name(self._stream)
         self._times, self._key_times, self._key_decode_times = _index(self._container, self._stream, self.path)
         self._lock = threading.Lock()
         self._reformatter = VideoReformatter()
