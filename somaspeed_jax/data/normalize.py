@@ -49,6 +49,10 @@ class NormalizationError(ValueError):
     """A value that cannot be normalised, or settings that contradict each other."""
 
 
+def _negligible(spread: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
+    return (spread <= RELATIVE_SPREAD * magnitude) | (spread <= ABSOLUTE_SPREAD)
+
+
 class Normalizer:
     """Normalises one vector feature.
 
@@ -118,7 +122,7 @@ class Normalizer:
                 self._divisor = np.where(self._range == 0, wide(1e-8), self._range)
             self._back = self._range if self.convention == "groot" else self._divisor
             fixed = 0.0 if self.convention == "groot" else -1.0
-        still = (spread <= RELATIVE_SPREAD * magnitude) | (spread <= ABSOLUTE_SPREAD)
+        still = _negligible(spread, magnitude)
         self._constant = constant.astype(np.float32)
         self._fixed = np.float32(fixed)
         # the clip alone bounds molmoact2, whose upstream formula stays
@@ -126,6 +130,22 @@ class Normalizer:
         every_step = (still if still.ndim == 1 else still.all(0)) & self.mask
         first = self._constant if self._constant.ndim == 1 else self._constant[0]
         self.near_constant = [NearConstant(int(i), s.names[i], float(first[i])) for i in np.flatnonzero(every_step)]
+
+    def report(self) -> list[str]:
+        """A line for each near-constant dimension: the constant it is taken for, and what is lost by that."""
+        lines = []
+        for index, name, value in self.near_constant:
+            line = f"{self.feature}[{index}] ({name}) hardly moves: taken as the constant {value:.6g}"
+            s = self.statistics
+            if self.mode == "quantiles" and s.min is not None and s.max is not None:
+                low, high = (np.atleast_2d(v)[:, index] for v in (s.min, s.max))
+                if not _negligible(high - low, np.maximum(np.abs(low), np.abs(high))).all():
+                    line += (
+                        f". In fewer than 2 % of the frames it moves, from {low.min():.6g} to {high.max():.6g}: "
+                        "to learn that, normalise by min_max"
+                    )
+            lines.append(line)
+        return lines
 
     def _check(self, x: np.ndarray, what: str) -> np.ndarray:
         x = np.asarray(x)

@@ -15,8 +15,8 @@ class Stream:
     """An endless sequence of shuffled epochs over `size` records.
 
     `stream[g]` is a record in 0 .. size - 1; positions e * size .. (e + 1) * size - 1 hold every record once. The
-    permutation is never stored: grain's index_shuffle is a keyed bijection evaluated at one point. (It takes about 12 ms
-    an epoch however small the epoch, so a record of ten costs a millisecond, one of ten thousand microseconds.)
+    permutation is never stored: grain's index_shuffle is a keyed bijection evaluated at one point. (It takes about
+    12 ms an epoch, however small: a millisecond a record where there are ten, microseconds where there are thousands.)
     """
 
     def __init__(self, size: int, seed: int):

@@ -200,6 +200,38 @@ def compute_relative(
     return FeatureStatistics(feature, names, n * horizon, space="relative", **joined)
 
 
+def of_dataset(
+    dataset: Any, *, relative: np.ndarray | None = None, per_step: bool = False
+) -> dict[str, FeatureStatistics]:
+    """Statistics of state and actions over the rows of a dataset's chosen episodes (lerobot.py); no picture is read.
+
+    Args:
+      relative: [a] bool, action dimensions taken relative to the state dimension of the same number, over chunks of
+        `dataset.horizon`. None: actions as recorded.
+      per_step: see `compute_relative`.
+
+    Returns {dataset.state_key: ..., dataset.action_key: ...}.
+    """
+    states, actions = dataset.numeric(dataset.state_key), dataset.numeric(dataset.action_key)
+    state = compute(states, dataset.state_names, feature=dataset.state_key)
+    key, names = dataset.action_key, dataset.action_names
+    if relative is None:
+        return {dataset.state_key: state, key: compute(actions, names, feature=key)}
+    shared = min(states.shape[1], actions.shape[1])
+    if np.any(relative[shared:]):
+        alone = [name for name, is_relative in zip(names[shared:], relative[shared:], strict=True) if is_relative]
+        raise StatisticsError(f"{key}: dimensions {alone} are relative, but {dataset.state_key} has only {shared}")
+    reference = np.zeros_like(actions)
+    reference[:, :shared] = states[:, :shared]
+    episode_index = np.zeros(len(actions), np.int64)
+    for episode, rows in dataset.episode_rows.items():
+        episode_index[rows] = episode
+    action = compute_relative(
+        actions, reference, episode_index, dataset.horizon, names, mask=relative, per_step=per_step, feature=key
+    )
+    return {dataset.state_key: state, key: action}
+
+
 def concatenate(parts: Sequence[FeatureStatistics], feature: str) -> FeatureStatistics:
     """One vector feature out of parts that follow each other (GR00T's groups), with the fields that all parts have."""
     if len({(p.space, p.steps) for p in parts}) != 1:

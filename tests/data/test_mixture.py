@@ -21,7 +21,7 @@ def drawn(order, steps):
 
 
 def test_shares_are_exact_over_blocks_and_epochs_are_whole():
-    order = MixtureOrder([7, 40, 3], [0.5, 0.3, 0.2], global_batch=4, seed=0)
+    order = MixtureOrder([70, 400, 30], [0.5, 0.3, 0.2], global_batch=4, seed=0)
     assert order.block == 10 and order.places == [5, 3, 2]
     ids = drawn(order, 700)
     datasets = order.dataset_of(ids)
@@ -29,9 +29,9 @@ def test_shares_are_exact_over_blocks_and_epochs_are_whole():
         assert np.bincount(block, minlength=3).tolist() == [5, 3, 2]
     # places are shuffled within a block, so compare a dataset's epochs where block and epoch end together
     first = ids[datasets == 0]
-    for window in first.reshape(-1, 35):  # 7 blocks = 5 epochs of 7 records
-        assert np.bincount(window, minlength=7).tolist() == [5] * 7
-    assert set(ids[datasets == 2] - order.offsets[2]) == {0, 1, 2}
+    for window in first.reshape(-1, 70):  # 14 blocks = an epoch of 70 records
+        assert sorted(window) == list(range(70))
+    assert set(ids[datasets == 2] - order.offsets[2]) == set(range(30))
 
 
 def test_counts_are_those_of_the_records_drawn():
