@@ -26,13 +26,13 @@ def parse(argv: Sequence[str]) -> Arguments:
     unknown = [unknown_field(name) for name in _overridden(argv) if name not in field_names()]
     if unknown:
         raise ConfigError("the command line cannot be used:\n  " + "\n  ".join(unknown))
-    values = flags.FlagValues()
+    values, line = flags.FlagValues(), ["somaspeed_jax", *argv]
     config_flags.DEFINE_config_file(
-        "config", None, "configs/<model>.py, or configs/<model>.py:<variant>", flag_values=values
+        "config", None, "configs/<model>.py, or configs/<model>.py:<variant>", flag_values=values, sys_argv=line
     )
     flags.DEFINE_string("workdir", "", "where the run lives (default: runs/<model>-<variant>)", flag_values=values)
     try:
-        rest = values(["somaspeed_jax", *argv])[1:]
+        rest = values(line)[1:]
     except ConfigError:
         raise
     except (flags.Error, ValueError, TypeError, AttributeError, KeyError, OSError) as error:

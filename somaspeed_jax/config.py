@@ -70,9 +70,7 @@ class Data:
     path: str = ""  # LeRobot dataset directory, Hugging Face dataset id, or "demo"
     episodes: tuple[int, ...] = ()  # episodes to use; (): all
     holdout: float = 0.0  # share of the chosen episodes (at least one if > 0) kept for validation, never trained on
-    cameras: tuple[
-        str, ...
-    ] = ()  # dataset features in the model's camera order; (): all of the dataset's, in its order
+    cameras: tuple[str, ...] = ()  # dataset features in the model's camera order; (): all, in the dataset's order
     state_key: str = "observation.state"  # feature that holds the state
     action_key: str = "action"  # feature that holds the actions
     task_key: str = ""  # column that holds the task (an annotation); "": the dataset's task
@@ -111,9 +109,9 @@ class Optim:
     floor: float = 2.5e-6  # learning rate at the end of the decay
     warmup: int = 1000  # steps
     decay_steps: int = 30_000  # steps at which the floor is reached
-    weight_decay: float = 0.01
-    betas: tuple[float, ...] = (0.9, 0.95)
-    eps: float = 1e-8
+    weight_decay: float = 0.01  # decoupled; on what the model's recipe decays
+    betas: tuple[float, ...] = (0.9, 0.95)  # of the two moments
+    eps: float = 1e-8  # added to the root of the second moment
     clip_norm: float = 1.0  # per clip group; 0: no clipping
     moments: str = "float32"  # float32 | bfloat16: type of the first moment
 
@@ -166,7 +164,7 @@ class Evaluation:
 @dataclasses.dataclass(frozen=True)
 class Log:
     every: int = 1  # steps between lines in terminal and metrics.jsonl
-    tensorboard: bool = True
+    tensorboard: bool = True  # event files under workdir/tensorboard
     wandb: str = ""  # project; "": off
 
 
@@ -177,8 +175,8 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    seed: int = 0
-    steps: int = 30_000
+    seed: int = 0  # of initial values, data order, noise, flow times, dropout and augmentation
+    steps: int = 30_000  # optimiser updates, which the schedule counts to
     stop_after_seconds: float = 0.0  # stop (and save) after so long; the schedule still counts to `steps`. 0: never
     model: Model = Model()
     pi05: Pi05 = Pi05()
