@@ -1,0 +1,81 @@
+"""Serves a trained policy to robots: `python -m somaspeed_jax.serve runs/my-robot`.
+
+The robot talks to it with openpi-client, unchanged:
+
+    from openpi_client.websocket_client_policy import WebsocketClientPolicy
+    policy = WebsocketClientPolicy("127.0.0.1", 8000)
+    actions = policy.infer({"observation/top": picture, "observation/state": state, "prompt": "reach the red block"})
+
+Actions come back as float32 [t, a] in robot units. `GET /metrics` has latency histograms, `GET /healthz` says OK once
+the policy is warm. The server listens on this machine alone unless a token is set (environment SOMASPEED_TOKEN).
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+
+from somaspeed_jax.serving.server import PolicyServer
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.getLogger("websockets").setLevel(logging.WARNING)
+    from somaspeed_jax.policy import load_policy  # starts jax
+
+    policy = load_policy(options.run)
+    facts = policy.facts
+    server = PolicyServer(
+        policy.act_batch,
+        cameras=facts.cameras,
+        state_dim=len(facts.state_names),
+        metadata={
+            "model": policy.config.model.name,
+            "cameras": facts.cameras,
+            "state": facts.state_names,
+            "actions": facts.action_names,
+            "horizon": policy.horizon,
+            "frames_per_second": facts.fps,
+        },
+        max_batch=options.max_batch,
+        token=os.environ.get("SOMASPEED_TOKEN", ""),
+        max_bytes=options.max_megabytes * 2**20,
+        names=dict(options.name),
+        default_prompt=options.prompt,
+    )
+    print(f"warming up, then listening on ws://{options.host}:{options.port}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(server.run(options.host, options.port))
+    print(server.metrics.table())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("somaspeed_jax.serve", description="A websocket server for a trained policy.")
+    parser.add_argument("run", help="the workdir of a run that has saved")
+    parser.add_argument("--host", default="127.0.0.1", help="any other needs SOMASPEED_TOKEN (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max_batch", type=int, default=8, help="observations answered together, a power of two")
+    parser.add_argument("--max_megabytes", type=int, default=16, help="of one message")
+    parser.add_argument("--prompt", default="", help="the task of messages that have none")
+    parser.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        type=_pair,
+        metavar="THEIRS=OURS",
+        help="a client's name for a camera or the state, and ours: wrist_image=wrist; may be repeated",
+    )
+    return parser
+
+
+def _pair(text: str) -> tuple[str, str]:
+    theirs, equals, ours = text.partition("=")
+    if not (theirs and equals and ours):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected THEIRS=OURS")
+    return theirs, ours
+
+
+if __name__ == "__main__":
+    main()
