@@ -625,12 +625,12 @@ def build(config: GrootConfig, runtime: Runtime) -> Groot:
 
 
 def trainable_patterns(preset: str) -> tuple[str, ...]:
-    """Path patterns (shell wildcards) of what a preset trains.
+    """Full-match path patterns of what a preset trains.
 
     expert: the action head with its norm and self-attention over the features (upstream's default); full: everything;
     lora: the action head and the adapters of the text layers (ours). Raises ValueError for another name.
     """
-    presets = {"expert": ("head.*",), "full": ("*",), "lora": ("head.*", "language.*.lora.*")}
+    presets = {"expert": (r"head\..*",), "full": (r".*",), "lora": (r"head\..*", r"language\..*\.lora\..*")}
     if preset not in presets:
         raise ValueError(f"trainable preset {preset!r} of groot: expected one of {', '.join(presets)}")
     return presets[preset]
