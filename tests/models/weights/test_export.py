@@ -202,4 +202,3 @@ def test_the_digest_samples_first_and_last_page():
         digests.add(sampled_digest(other))
     assert len(digests) == 4
     assert sampled_digest(large.reshape(3000, 1000).T.copy().T) == sampled_digest(large)
-
