@@ -6,10 +6,8 @@ recording.
 """
 
 import json
-from fractions import Fraction
 from pathlib import Path
 
-import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +15,7 @@ import pyarrow.parquet as pq
 from somaspeed_jax.data import tabletop
 from somaspeed_jax.data.demo_tokenizer import ensure_demo_tokenizer
 from somaspeed_jax.data.once import make_once
+from somaspeed_jax.data.video_writer import VideoWriter
 
 __all__ = ["ensure_demo", "ensure_demo_tokenizer", "make_demo"]
 
@@ -123,7 +122,7 @@ def _write_videos(
         paths = {c: root / _VIDEO_PATH.format(video_key=c, chunk_index=0, file_index=file) for c in tabletop.CAMERAS}
         for path in paths.values():
             path.parent.mkdir(parents=True, exist_ok=True)
-        writers = {camera: _VideoWriter(path) for camera, path in paths.items()}
+        writers = {camera: VideoWriter(path, tabletop.FPS, _GROUP_OF_PICTURES) for camera, path in paths.items()}
         for begin in range(starts[first], starts[last], _RENDER):
             rows = np.arange(begin, min(begin + _RENDER, starts[last]))
             now = scenes.select(episode[rows])
@@ -134,31 +133,6 @@ def _write_videos(
         for writer in writers.values():
             writer.close()
     return {camera: np.concatenate(pictures) for camera, pictures in sampled.items()}
-
-
-class _VideoWriter:
-    """h264 in mp4 with a keyframe every few frames, so that a random frame costs few decodes."""
-
-    def __init__(self, path: Path):
-        self.container = av.open(str(path), "w")
-        self.stream = self.container.add_stream("libx264", rate=tabletop.FPS)
-        self.stream.width = self.stream.height = tabletop.IMAGE_SIZE
-        self.stream.pix_fmt = "yuv420p"
-        self.stream.thread_count = 1
-        self.stream.time_base = Fraction(1, tabletop.FPS)
-        self.stream.options = {"g": str(_GROUP_OF_PICTURES), "bf": "0", "crf": "10", "preset": "veryfast"}
-        self.frames = 0
-
-    def write(self, pictures: np.ndarray) -> None:
-        for picture in pictures:
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-            frame.pts, frame.time_base = self.frames, Fraction(1, tabletop.FPS)
-            self.frames += 1
-            self.container.mux(self.stream.encode(frame))
-
-    def close(self) -> None:
-        self.container.mux(self.stream.encode())
-        self.container.close()
 
 
 def _write_episodes(root: Path, prompts: list[str], starts: np.ndarray) -> None:

@@ -36,6 +36,7 @@ def evaluate_tabletop(
     execute: int = 5,
     shuffle_prompts: bool = False,
     blank_images: bool = False,
+    watch: Callable[[tabletop.Scenes], None] | None = None,
 ) -> Result:
     """Runs `act` from `starts` random scenes at once, `tabletop.MAX_STEPS` steps each.
 
@@ -44,7 +45,7 @@ def evaluate_tabletop(
 
     `shuffle_prompts` gives every environment the prompt of another one and `blank_images` black pictures: a policy
     that reads both must then fall to chance (one in `tabletop.BLOCKS` and about 2 % here). `seed` is far from the
-    seeds that demonstrations are made with.
+    seeds that demonstrations are made with. `watch` is shown the scenes after each step.
 
     Raises ValueError when the actions have another shape than [starts, t >= execute, 2] or are not finite.
     """
@@ -63,6 +64,8 @@ def evaluate_tabletop(
         for t in range(min(execute, tabletop.MAX_STEPS - start)):
             scenes.step(chunk[:, t])
             held = np.where(scenes.reached(), held + 1, 0)
+            if watch is not None:
+                watch(scenes)
     successes = held >= tabletop.HOLD
     distance = np.linalg.norm(scenes.tip - scenes.goals(), axis=-1)
     share = float(successes.mean())
