@@ -15,22 +15,23 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from somaspeed_jax.data.errors import DataError
-from somaspeed_jax.data.layout import open_parquet
 
 PICTURE_CACHE_BYTES = 256 << 20  # compressed pictures kept a process, at least one row group
 
 
-def read_columns(path: Path, names: list[str]) -> pa.Table:
-    """The columns `names` of one parquet file; raises DataError for an unreadable file."""
-    file = open_parquet(path)
+def read_columns(file: pq.ParquetFile, path: Path, names: list[str]) -> pa.Table:
+    """The columns `names` of the file at `path`; raises DataError for one that is missing or cannot be read."""
+    missing = sorted(set(names) - set(file.schema_arrow.names))
+    if missing:
+        raise DataError(f"{path}: has no column {', '.join(map(repr, missing))}; found {file.schema_arrow.names}.")
     try:
         return file.read(columns=names, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read ({error}); the file is damaged. Fetch it again.") from error
 
 
-def numbers(column: pa.ChunkedArray | pa.Array, shape: tuple[int, ...], where: str) -> np.ndarray:
-    """A column as float64 [rows, *shape]; `where` names file and feature in errors.
+def numbers(column: pa.ChunkedArray | pa.Array, shape: tuple[int, ...], where: str, first_row: int = 0) -> np.ndarray:
+    """A column as float64 [rows, *shape]; `where` (file and feature) and `first_row` name the place in errors.
 
     Reads scalars, lists (fixed size, variable, large, nested to any depth, extension types) and JSON text.
     Raises DataError for null entries and for rows whose number of values is not that of `shape`.
@@ -41,10 +42,10 @@ def numbers(column: pa.ChunkedArray | pa.Array, shape: tuple[int, ...], where: s
     if isinstance(array.type, pa.BaseExtensionType):
         array = array.storage
     if array.null_count:
-        raise DataError(f"{where}: row {np.flatnonzero(array.is_null())[0]} of the file is empty (null).")
+        raise DataError(f"{where}: row {first_row + np.flatnonzero(array.is_null())[0]} of the file is empty.")
     rows, per_row = len(array), math.prod(shape)
     if pa.types.is_string(array.type) or pa.types.is_large_string(array.type) or pa.types.is_binary(array.type):
-        return _json_numbers(array, shape, where)
+        return _json_numbers(array, shape, where, first_row)
     while pa.types.is_nested(array.type):
         if pa.types.is_struct(array.type):
             raise DataError(f"{where}: is stored as {array.type}; expected numbers.")
@@ -63,16 +64,19 @@ def numbers(column: pa.ChunkedArray | pa.Array, shape: tuple[int, ...], where: s
     return values.reshape(rows, *shape)
 
 
-def _json_numbers(array: pa.Array, shape: tuple[int, ...], where: str) -> np.ndarray:
+def _json_numbers(array: pa.Array, shape: tuple[int, ...], where: str, first_row: int) -> np.ndarray:
     values = np.empty((len(array), *shape), np.float64)
     for row, text in enumerate(array.to_pylist()):
         try:
             value = np.asarray(json.loads(text), np.float64)
         except (ValueError, TypeError) as error:
-            raise DataError(f"{where}: row {row} of the file is text that is not a JSON list of numbers.") from error
+            raise DataError(
+                f"{where}: row {first_row + row} of the file is text that is not a JSON list of numbers."
+            ) from error
         if value.size != math.prod(shape):
             raise DataError(
-                f"{where}: row {row} of the file has {value.size} values; its declared shape is {list(shape)}."
+                f"{where}: row {first_row + row} of the file has {value.size} values; its declared shape {list(shape)} "
+                f"has {math.prod(shape)}."
             )
         values[row] = value.reshape(shape)
     return values

@@ -72,14 +72,14 @@ def inspect_dataset(path: str | Path) -> Inspection:
     stored = attempt(lambda: rows.stored_columns(places), set()) if places else set()
     recorded = None
     if places and "timestamp" in stored:
-        times = attempt(lambda: rows.load(places, layout.features, ["timestamp"], np.float64)["timestamp"][:, 0])
+        times = attempt(lambda: rows.load(places, layout.features, {"timestamp": np.float64})["timestamp"][:, 0])
         if times is not None:
             recorded = attempt(lambda: rows.check_times(places, times, layout.fps, True, []))
     vectors = []
     for name in sorted(stored & set(layout.features)):
         feature = layout.features[name]
         if name not in DEFAULT_COLUMNS and not feature.is_camera and feature.dtype not in ("string", "language"):
-            values = attempt(lambda name=name: rows.load(places, layout.features, [name], np.float32)[name])
+            values = attempt(lambda name=name: rows.load(places, layout.features, {name: np.float32})[name])
             if values is not None:
                 vectors.append(_summarise(name, values.reshape(len(values), -1), feature.names, places, attempt))
 
@@ -169,5 +169,5 @@ def episode_pictures(
 def episode_vectors(path: str | Path, episode: int, names: list[str]) -> dict[str, np.ndarray]:
     """{name: float32 [frames, n]} of one episode."""
     layout = read_layout(path)
-    loaded = rows.load(rows.locate(layout, [episode], []), layout.features, names, np.float32)
+    loaded = rows.load(rows.locate(layout, [episode], []), layout.features, dict.fromkeys(names, np.float32))
     return {name: values.reshape(len(values), -1) for name, values in loaded.items()}

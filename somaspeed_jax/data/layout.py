@@ -216,7 +216,7 @@ def _check_templates(path: Path, info: dict[str, Any], features: dict[str, Featu
 def _fill(template: str, **fields: Any) -> str:
     try:
         return template.format(**fields)
-    except (KeyError, IndexError, ValueError) as error:
+    except (KeyError, IndexError, ValueError, TypeError) as error:
         raise DataError(f"meta/info.json: the path template {template!r} cannot be filled in: {error!r}.") from error
 
 

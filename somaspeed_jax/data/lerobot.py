@@ -106,21 +106,25 @@ class LeRobotDataset:
         self.features = layout.features
         self.modality = layout.modality
         self.cameras = choose_cameras(layout, cameras, stored, chosen, notes)
-        self._layout, self._places = layout, places
+        self._places = places
+        self._place_of = {place.episode: place for place in places}
 
         self.state_key = _require_vector(layout, state_key, "data.state_key", stored)
         self.action_key = _require_vector(layout, action_key, "data.action_key", stored)
-        values = rows.load(places, layout.features, list(dict.fromkeys((state_key, action_key))), np.float32)
-        self._values = {key: value.reshape(len(value), -1) for key, value in values.items()}
+        task_column = _task_column(layout, task_key, stored)
+        wanted = [name for name in ("frame_index", "timestamp", task_column) if name in stored]
+        dtypes = dict.fromkeys(wanted, np.float64) | dict.fromkeys((state_key, action_key), np.float32)
+        columns = {k: v.reshape(len(v), -1) for k, v in rows.load(places, layout.features, dtypes).items()}
+        self._values = {key: columns[key] for key in (state_key, action_key)}
         self.state_dim, self.action_dim = self._values[state_key].shape[1], self._values[action_key].shape[1]
         self.state_names = _labels(layout.features[state_key], self.state_dim, notes)
         self.action_names = _labels(layout.features[action_key], self.action_dim, notes)
         rows.check_finite(places, state_key, self._values[state_key], self.state_names)
         rows.check_finite(places, action_key, self._values[action_key], self.action_names)
 
-        self.fps, first_times = _check_order(layout, places, stored, trust_timestamps, notes)
+        self.fps, first_times = _check_order(layout, places, columns, trust_timestamps, notes)
         self._spans = place_pictures(layout, self.cameras, places, first_times, self.fps, trust_timestamps, notes)
-        self._prompts, self._prompt_of_row = _prompts(layout, places, stored, task_key, default_task, notes)
+        self._prompts, self._prompt_of_row = _prompts(layout, places, columns, task_column, default_task, notes)
         self.tasks = tuple(sorted(self._prompts[i] for i in np.unique(self._prompt_of_row)))
 
         self.episodes, self.coverage = _cover(places, horizon, tail)
@@ -176,7 +180,7 @@ class LeRobotDataset:
         """
         if key in self._values:
             return self._values[key]
-        return rows.load(self._places, self.features, [key], np.float32)[key]
+        return rows.load(self._places, self.features, {key: np.float32})[key]
 
     @property
     def episode_rows(self) -> dict[int, slice]:
@@ -223,7 +227,7 @@ class LeRobotDataset:
             raise DataError(f"{self.path}: camera {camera!r} is not among those opened, {list(self.cameras)}.")
         span = self._spans.get((camera, episode.index))
         if span is None:  # pictures in parquet
-            place = self._places[self.episodes.index(episode)]
+            place = self._place_of[episode.index]
             return self._pictures.picture(place.path, camera, place.row + frame)
         file = self._videos.open(span.path)
         if abs(file.seconds(span.start) - span.from_timestamp) * self.fps > 0.5:
@@ -281,35 +285,26 @@ def _labels(feature: Feature, dims: int, notes: list[str]) -> tuple[str, ...]:
 
 
 def _check_order(
-    layout: Layout, places: list[rows.Place], stored: set[str], trust_timestamps: bool, notes: list[str]
+    layout: Layout, places: list[rows.Place], columns: dict[str, np.ndarray], trust_timestamps: bool, notes: list[str]
 ) -> tuple[float, list[float]]:
     """(frames a second, first timestamp of each episode) after checking frame numbers and times."""
-    if "frame_index" in stored:
-        rows.check_frame_index(
-            places, rows.load(places, layout.features, ["frame_index"], np.float64)["frame_index"][:, 0]
-        )
+    if "frame_index" in columns:
+        rows.check_frame_index(places, columns["frame_index"][:, 0])
     else:
         notes.append("frame_index: the files have no such column; rows are taken in the order of the file.")
-    if "timestamp" not in stored:
+    if "timestamp" not in columns:
         if trust_timestamps:
             raise DataError(f"{layout.root}: data.trust_timestamps is set, but the files have no column 'timestamp'.")
         notes.append("timestamp: the files have no such column; the declared rate cannot be checked.")
         return layout.fps, [0.0] * len(places)
-    times = rows.load(places, layout.features, ["timestamp"], np.float64)["timestamp"][:, 0]
+    times = columns["timestamp"][:, 0]
     fps = rows.check_times(places, times, layout.fps, trust_timestamps, notes)
     starts = np.cumsum([0] + [place.length for place in places[:-1]])
     return fps, [float(times[start]) for start in starts]
 
 
-def _prompts(
-    layout: Layout,
-    places: list[rows.Place],
-    stored: set[str],
-    task_key: str | None,
-    default_task: str | None,
-    notes: list[str],
-) -> tuple[list[str], np.ndarray]:
-    """(texts, int32 [rows] into them). By the column of task indices, else by episode, else `default_task`."""
+def _task_column(layout: Layout, task_key: str | None, stored: set[str]) -> str:
+    """The column whose numbers choose the prompt; `task_key` is its name or an annotation's in modality.json."""
     annotations = layout.modality.annotation if layout.modality else {}
     column = annotations.get(task_key, task_key) if task_key else "task_index"
     if task_key and (column not in stored or not layout.tasks):
@@ -317,12 +312,24 @@ def _prompts(
         raise DataError(
             f"{layout.root}: data.task_key is {task_key!r}; the files have {known} and {len(layout.tasks)} tasks."
         )
-    if layout.tasks and column in stored:
-        indices = rows.load(places, layout.features, [column], np.float64)[column].reshape(-1)
+    return column
+
+
+def _prompts(
+    layout: Layout,
+    places: list[rows.Place],
+    columns: dict[str, np.ndarray],
+    task_column: str,
+    default_task: str | None,
+    notes: list[str],
+) -> tuple[list[str], np.ndarray]:
+    """(texts, int32 [rows] into them). By the column of task indices, else by episode, else `default_task`."""
+    if layout.tasks and task_column in columns:
+        indices = columns[task_column].reshape(-1)
         unknown = sorted(set(np.unique(indices).astype(int).tolist()) - set(layout.tasks))
         if unknown:
             raise DataError(
-                f"{layout.root}: {column} holds {unknown}, but meta/ lists the tasks {sorted(layout.tasks)}."
+                f"{layout.root}: {task_column} holds {unknown}, but meta/ lists the tasks {sorted(layout.tasks)}."
             )
         texts = list(layout.tasks.values())
         position = {index: i for i, index in enumerate(layout.tasks)}

@@ -1,6 +1,7 @@
 """Which cameras of a dataset can be used, and where each episode's pictures are in the video files."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from somaspeed_jax.data.errors import DataError
 from somaspeed_jax.data.layout import EpisodeMeta, Feature, Layout, check_file
 from somaspeed_jax.data.rows import Place
-from somaspeed_jax.data.video import VideoInfo, probe_video
+from somaspeed_jax.data.video import VideoFile, VideoInfo, probe_video
 
 RATE_TOLERANCE = 0.02  # relative; a header's rate is the number of pictures over a rounded duration
 
@@ -89,11 +90,13 @@ def place_pictures(
 ) -> dict[tuple[str, int], Span]:
     """{(camera, episode): Span} for the cameras stored as video, after checking every file's header.
 
-    `first_times` holds each episode's first timestamp in seconds. Raises DataError for a missing or broken file, for
-    one whose rate is not `fps` (unless `trust_timestamps`), and for an episode that reaches past the end of its file.
+    `first_times` holds each episode's first timestamp in seconds. Raises DataError for a missing or broken file, a
+    codec that does not decode, a file whose rate is not `fps`, an episode that reaches past the end of its file, and
+    episodes that overlap in a shared file. `trust_timestamps` lets a file of one episode have another rate, if it has
+    exactly one picture a row.
 
-    In a file of its own an episode's row t is picture t, also where timestamps start at 1/fps. Where they do and the
-    file has exactly one picture more, picture 0 lies before the first row, and row t is picture t + 1. Both are noted.
+    In a file of its own, an episode's row t is picture t. Where timestamps start at k/fps and the file has the pictures
+    for it, the first k of them lie before the first row, and row t is picture t + k. Both are noted.
     """
     wanted = [(camera, place) for camera in cameras for place in places if layout.features[camera].dtype == "video"]
     for camera, place in wanted:
@@ -106,26 +109,27 @@ def place_pictures(
         check_file(path)
     with ThreadPoolExecutor(4) as pool:
         headers = dict(zip(files, pool.map(probe_video, files), strict=True))
+    for path in {camera: path for path, camera in files.items()}.values():
+        VideoFile(path).frame(0)
 
     found: list[str] = []
     for path, camera in files.items():
-        _check_header(path, layout.features[camera], headers[path], fps, trust_timestamps, found)
-    notes.extend(dict.fromkeys(found))
-
-    times = {place.episode: time for place, time in zip(places, first_times, strict=True)}
+        _check_header(path, layout.features[camera], headers[path], found)
     spans: dict[tuple[str, int], Span] = {}
     odd: dict[tuple[str, str], list[int]] = {}
+    times = {place.episode: time for place, time in zip(places, first_times, strict=True)}
     for camera, place in wanted:
         meta = layout.episodes[place.episode].videos[camera]
         path = layout.root / meta.path
         header = headers[path]
-        # A recording whose declared rate is wrong has its video times by the video's rate.
-        start = round(meta.from_timestamp * (header.rate if trust_timestamps and header.rate else fps))
-        late = abs(times[place.episode] * fps - 1) < 0.1
-        shift = int(late and not layout.shared_files and header.frames == place.length + 1)
-        if late:
-            how = "row t is picture t + 1 (its file has one picture more)" if shift else "row t is picture t"
-            odd.setdefault((camera, f"timestamps start at 1/fps, {how}"), []).append(place.episode)
+        own_file = not layout.shared_files
+        _check_rate(path, camera, header, fps, own_file and trust_timestamps and header.frames == place.length)
+        start = round(meta.from_timestamp * fps)
+        before = round(times[place.episode] * fps)
+        shift = before if own_file and header.frames >= before + place.length else 0
+        if before:
+            how = f"row t is picture t + {shift}" if shift else "row t is picture t"
+            odd.setdefault((camera, f"timestamps start at {before}/fps, {how}"), []).append(place.episode)
         first = start + shift
         if first < 0 or first + place.length > header.frames:
             raise DataError(
@@ -134,28 +138,49 @@ def place_pictures(
                 f"has 0 s to {header.frames / fps:.3f} s ({header.frames} frames). Its start time in meta/episodes is "
                 f"wrong, or the video is incomplete: convert or fetch the dataset again, or leave the episode out."
             )
-        if not layout.shared_files and header.frames > place.length + shift:
+        if own_file and header.frames > first + place.length:
             odd.setdefault((camera, "the video goes on after the last row"), []).append(place.episode)
         spans[camera, place.episode] = Span(path, first, start, meta.from_timestamp)
+    _check_overlap(spans, {place.episode: place.length for place in places}, fps)
+    notes.extend(dict.fromkeys(found))
     for (camera, what), episodes in odd.items():
         notes.append(f"camera {camera!r}: {what} (episodes: {len(episodes)}, the first is {episodes[0]}).")
     return spans
 
 
-def _check_header(
-    path: Path, feature: Feature, header: VideoInfo, fps: float, trust_timestamps: bool, notes: list[str]
-) -> None:
-    """Compares a file's header with what info.json declares; once for each camera and kind of difference."""
+def _check_header(path: Path, feature: Feature, header: VideoInfo, notes: list[str]) -> None:
+    """Compares a file's header with what info.json declares."""
     if header.pixel_format.startswith("gray1"):
         raise DataError(f"{path}: camera {feature.name!r} is stored as {header.pixel_format} (depth), not as RGB.")
-    tolerance = RATE_TOLERANCE + 1 / header.frames
-    if header.frames > 1 and abs(header.rate / fps - 1) > tolerance and not trust_timestamps:
-        raise DataError(
-            f"{path}: camera {feature.name!r} is recorded at {header.rate:.4g} frames a second, but meta/info.json "
-            f"declares fps = {fps:g}. Correct meta/info.json, or set data.trust_timestamps=true."
-        )
     if feature.codec and feature.codec != header.codec:
         notes.append(f"camera {feature.name!r}: meta/info.json declares {feature.codec}, the files are {header.codec}.")
     if {header.height, header.width} - set(feature.shape):
         size = f"{header.height} x {header.width}"
         notes.append(f"camera {feature.name!r}: pictures are {size}, the declared shape is {list(feature.shape)}.")
+
+
+def _check_rate(path: Path, camera: str, header: VideoInfo, fps: float, one_picture_a_row: bool) -> None:
+    tolerance = RATE_TOLERANCE + 1 / header.frames
+    if header.frames > 1 and abs(header.rate / fps - 1) > tolerance and not one_picture_a_row:
+        raise DataError(
+            f"{path}: camera {camera!r} is recorded at {header.rate:.4g} frames a second, but the rows are at {fps:g} "
+            f"(meta/info.json, or the timestamps if they are trusted). Correct meta/info.json, or set "
+            f"data.trust_timestamps=true if only the declared rate is wrong."
+        )
+
+
+def _check_overlap(spans: dict[tuple[str, int], Span], lengths: dict[int, int], fps: float) -> None:
+    """Two episodes may share all their pictures, as relabelled copies do, but not some of them."""
+    by_file: dict[Path, list[tuple[int, int]]] = {}
+    for (_, episode), span in spans.items():
+        by_file.setdefault(span.path, []).append((span.first, episode))
+    for path, starts in by_file.items():
+        starts.sort()
+        for (first, episode), (next_first, following) in itertools.pairwise(starts):
+            same = first == next_first and lengths[episode] == lengths[following]
+            if next_first < first + lengths[episode] and not same:
+                raise DataError(
+                    f"{path}: episode {episode} has {first / fps:.3f} s to {(first + lengths[episode]) / fps:.3f} s, "
+                    f"and episode {following} starts within it at {next_first / fps:.3f} s. A start time in "
+                    f"meta/episodes is wrong: convert the dataset again, or leave one of the two out (data.episodes)."
+                )

@@ -30,15 +30,13 @@ def locate(layout: Layout, episodes: list[int], notes: list[str]) -> list[Place]
     number than the metadata says. A file named wrongly by the metadata (LeRobot 0.4.0 did so for the first episode of
     each file but the first) is noted and its neighbours are searched.
     """
-    numbering: dict[Path, np.ndarray | None] = {}
+    found: dict[Path, dict[int, np.ndarray] | int] = {}
 
     def rows_of(path: Path, episode: int) -> np.ndarray:
-        if path not in numbering:
-            numbering[path] = _episode_column(path)
-        column = numbering[path]
-        if column is None:  # one file an episode, and no such column
-            return np.arange(open_parquet(path).metadata.num_rows)
-        return np.flatnonzero(column == episode)
+        if path not in found:
+            found[path] = _episodes_in(path)
+        rows = found[path]
+        return np.arange(rows) if isinstance(rows, int) else rows.get(episode, np.arange(0))
 
     files = sorted({layout.root / meta.data_path for meta in layout.episodes.values()}) if layout.shared_files else []
     places = []
@@ -53,22 +51,26 @@ def locate(layout: Layout, episodes: list[int], notes: list[str]) -> list[Place]
                     notes.append(f"{path}: does not hold episode {episode}, as meta/episodes says; found in {other}.")
                     path = other
                     break
-        if len(rows) != meta.length:
+        if len(rows) != meta.length or not len(rows):
             raise DataError(
                 f"{path}: has {len(rows)} rows of episode {episode}; the table of episodes says {meta.length}. "
                 f"Fetch or convert the dataset again, or correct the table."
             )
-        if not len(rows) or rows[-1] - rows[0] + 1 != len(rows):
-            raise DataError(f"{path}: episode {episode} has no rows, or they do not follow each other.")
+        if rows[-1] - rows[0] + 1 != len(rows):
+            raise DataError(f"{path}: the rows of episode {episode} do not follow each other.")
         places.append(Place(episode, path, int(rows[0]), len(rows)))
     return places
 
 
-def _episode_column(path: Path) -> np.ndarray | None:
-    if "episode_index" not in open_parquet(path).schema_arrow.names:
-        return None
-    column = read_columns(path, ["episode_index"])["episode_index"]
-    return numbers(column, (), f"{path}: episode_index")
+def _episodes_in(path: Path) -> dict[int, np.ndarray] | int:
+    """{episode: its row numbers}, or the number of rows of a file that does not number its episodes."""
+    file = open_parquet(path)
+    if "episode_index" not in file.schema_arrow.names:
+        return file.metadata.num_rows
+    column = numbers(read_columns(file, path, ["episode_index"])["episode_index"], (), f"{path}: episode_index")
+    order = np.argsort(column, kind="stable")
+    episodes, starts = np.unique(column[order], return_index=True)
+    return dict(zip(episodes.astype(int).tolist(), np.split(order, starts[1:]), strict=True))
 
 
 def stored_columns(places: list[Place]) -> set[str]:
@@ -77,24 +79,34 @@ def stored_columns(places: list[Place]) -> set[str]:
     return set.intersection(*names)
 
 
-def load(places: list[Place], features: dict[str, Feature], names: list[str], dtype: type) -> dict[str, np.ndarray]:
-    """Columns of all episodes, one after the other: {name: [rows, *shape]}. A feature of shape [1] gives [rows, 1].
+def load(places: list[Place], features: dict[str, Feature], dtypes: dict[str, type]) -> dict[str, np.ndarray]:
+    """Columns of all episodes, one after the other: {name: dtype [rows, *shape]} for the names in `dtypes`.
 
-    Raises DataError naming file and feature for a column that is missing or not numbers of the declared shape.
+    A feature of shape [1], and a column that is not declared, gives [rows, 1]. Raises DataError naming file and
+    feature for a column that is missing or not numbers of the declared shape.
     """
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in dtypes}
     current, table = None, None
-    for place in places:
-        if place.path != current or table is None:
-            missing = set(names) - set(open_parquet(place.path).schema_arrow.names)
-            if missing:
-                raise DataError(f"{place.path}: has no column {', '.join(map(repr, sorted(missing)))}.")
-            current, table = place.path, read_columns(place.path, names)
-        for name in names:
+    for path, row, length in _runs(places):
+        if path != current or table is None:
+            current, table = path, read_columns(open_parquet(path), path, list(dtypes))
+        for name, dtype in dtypes.items():
             shape = features[name].shape if name in features else (1,)
-            column = table[name].slice(place.row, place.length)
-            parts[name].append(numbers(column, shape, f"{place.path}: {name}").astype(dtype))
+            values = numbers(table[name].slice(row, length), shape, f"{path}: {name}", row)
+            parts[name].append(values.astype(dtype))
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+def _runs(places: list[Place]) -> list[tuple[Path, int, int]]:
+    """(file, first row, rows) of stretches that follow each other, which are read as one."""
+    runs: list[tuple[Path, int, int]] = []
+    for place in places:
+        path, row, length = runs[-1] if runs else (None, 0, 0)
+        if place.path == path and place.row == row + length:
+            runs[-1] = (place.path, row, length + place.length)
+        else:
+            runs.append((place.path, place.row, place.length))
+    return runs
 
 
 def check_finite(places: list[Place], name: str, values: np.ndarray, labels: tuple[str, ...]) -> None:

@@ -44,11 +44,13 @@ def probe_video(path: Path) -> VideoInfo:
     check_whole(path)
     container, stream = _open(path)
     with container:
-        # Containers without a count in the header (not mp4) are counted by their packets.
-        frames = stream.frames or len(_index(container, stream, path)[0])
+        rate = float(stream.average_rate or 0.0)
+        shown = float((stream.duration or 0) * stream.time_base) * rate
+        # The header counts pictures that an edit list cuts away, and only mp4 headers count at all: then count packets.
+        certain = stream.frames and abs(shown - stream.frames) < 0.5
         return VideoInfo(
-            frames=frames,
-            rate=float(stream.average_rate or 0.0),
+            frames=stream.frames if certain else len(_index(container, stream, path)[0]),
+            rate=rate,
             codec=codec_name(stream),
             width=stream.codec_context.width,
             height=stream.codec_context.height,

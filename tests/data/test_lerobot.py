@@ -162,6 +162,15 @@ def test_U01_a_start_time_past_the_end_of_a_shared_video(tmp_path):
     assert len(LeRobotDataset(tmp_path, horizon=H, episodes=[0, 2])) == 27
 
 
+def test_U01_a_start_time_inside_another_episode(tmp_path):
+    """Within the file, but the pictures would be a neighbour's."""
+    write_dataset(tmp_path, [12, 7, 15])
+    table = tmp_path / "meta/episodes/chunk-000/file-000.parquet"
+    edit_column(table, f"videos/{CAMERA}/from_timestamp", lambda times: [times[0], times[1] + 0.2, times[2]])
+    message = refusal(tmp_path)
+    assert "file-000.mp4: episode 1 has 1.400 s to 2.100 s, and episode 2 starts within it at 1.900 s" in message
+
+
 def test_a_start_time_between_two_frames_is_found_before_a_picture_is_used(tmp_path):
     """The rate of a file that runs unevenly cannot give the frame's number."""
     write_dataset(tmp_path, [10, 10], fps=10)
@@ -169,9 +178,9 @@ def test_a_start_time_between_two_frames_is_found_before_a_picture_is_used(tmp_p
     path.unlink()
     write_video(path, [code(n // 10, n % 10) for n in range(20)], 10.19)  # within the tolerance of a header's rate
     table = tmp_path / "meta/episodes/chunk-000/file-000.parquet"
-    edit_column(table, f"videos/{CAMERA}/from_timestamp", lambda times: [0.0, 0.94])
+    edit_column(table, f"videos/{CAMERA}/from_timestamp", lambda times: [0.0, 1.04])
     dataset = LeRobotDataset(tmp_path, horizon=H)
-    with pytest.raises(DataError, match=r"file-000\.mp4: episode 1, camera .* frame 9 is at 0\.88.* 0\.9400"):
+    with pytest.raises(DataError, match=r"file-000\.mp4: episode 1, camera .* frame 10 is at 0\.98.* 1\.0400"):
         dataset[10]
 
 
@@ -221,7 +230,8 @@ def test_U08_a_video_at_another_rate(tmp_path):
     path.unlink()
     write_video(path, range(40), 20)
     message = refusal(tmp_path)
-    assert "file-000.mp4" in message and "20 frames a second" in message and "fps = 10" in message
+    assert "file-000.mp4" in message and "20 frames a second" in message and "rows are at 10" in message
+    assert "file-000.mp4" in refusal(tmp_path, trust_timestamps=True)  # the rows do not say where the pictures are
 
 
 def test_U08_an_hour_of_float32_timestamps(tmp_path):
@@ -239,6 +249,36 @@ def test_U08_episodes_of_different_rates(tmp_path):
     assert "episode 1 is recorded at 30" in refusal(tmp_path)
     message = refusal(tmp_path, trust_timestamps=True)
     assert "episode 0 is recorded at 10" in message and "episode 1 at 30" in message
+
+
+def test_timestamps_that_start_late_follow_the_video_where_it_has_the_pictures(tmp_path):
+    """By time if the video has a picture for each time asked for, by number if not, and said in both cases."""
+    for shift, extra in ((1, 1), (3, 5), (1, 0)):
+        root = write_dataset(tmp_path / f"{shift}-{extra}", [10], version="v2.1")
+        edit_column(
+            root / "data/chunk-000/episode_000000.parquet", "timestamp", lambda t, k=shift: [x + k / 10 for x in t]
+        )
+        path = root / f"videos/chunk-000/{CAMERA}/episode_000000.mp4"
+        path.unlink()
+        write_video(path, range(10 + extra), 10)
+        dataset = LeRobotDataset(root, horizon=H)
+        expected = shift if extra else 0
+        assert [number_in(dataset.frame(i, CAMERA)) for i in range(10)] == [i + expected for i in range(10)]
+        how = f"row t is picture t + {shift} " if extra else "row t is picture t "
+        assert any(f"timestamps start at {shift}/fps, {how}" in line for line in dataset.report())
+
+
+def test_a_video_shorter_or_longer_than_its_rows(tmp_path):
+    write_dataset(tmp_path, [10], version="v2.1")
+    path = tmp_path / f"videos/chunk-000/{CAMERA}/episode_000000.mp4"
+    for frames in (14, 9):
+        path.unlink()
+        write_video(path, range(frames), 10)
+        if frames == 14:
+            assert any("goes on after the last row" in line for line in LeRobotDataset(tmp_path, horizon=H).report())
+    assert (
+        "episode 0" in refusal(tmp_path) and "frames 0 to 9" in refusal(tmp_path) and "(9 frames)" in refusal(tmp_path)
+    )
 
 
 def test_one_pause_is_noted_and_time_running_backwards_is_refused(tmp_path):

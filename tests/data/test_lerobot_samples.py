@@ -48,7 +48,12 @@ def test_the_raw_franka_recording_is_refused_for_its_rate_and_opens_with_trust()
     dataset = LeRobotDataset(path, horizon=8, trust_timestamps=True)
     assert (len(dataset), dataset.fps, dataset.cameras) == (2966, 20, (RIGHT, WRIST))
     report = "\n".join(dataset.report())
-    for words in ("rate of 20 is used", "row t is picture t + 1", "declares av1, the files are h264", "frame_index"):
+    for words in (
+        "rate of 20 is used",
+        "start at 1/fps, row t is picture t + 1 ",
+        "declares av1, the files are h264",
+        "frame_index",
+    ):
         assert words in report
     assert dataset.tasks == ("Pick up the USB drive and insert it into the port.",)
     assert dataset[2965]["images"][WRIST].shape == (256, 256, 3)
