@@ -135,7 +135,10 @@ def _flatten(message: dict, prefix: str = ""):
 
 
 def _short(key: str) -> str:
-    return key.replace("/", ".").removeprefix("observation.").removeprefix("images.")
+    parts = key.replace("/", ".").split(".")
+    while len(parts) > 1 and parts[0] in ("observation", "images"):
+        parts = parts[1:]
+    return ".".join(parts)
 
 
 def _picture(camera: str, value: Any) -> np.ndarray:

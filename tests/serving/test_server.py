@@ -2,8 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -11,15 +9,13 @@ import urllib.request
 import numpy as np
 import pytest
 import websockets.exceptions
-import websockets.sync.client
+from policy_client import CAMERAS, METADATA, Client, get, running_at
 
 from somaspeed_jax.serving.server import PolicyServer
-from somaspeed_jax.serving.wire import pack, unpack
+from somaspeed_jax.serving.wire import pack
 
-CAMERAS = ("observation.images.top", "observation.images.wrist")
 RED = np.zeros((4, 6, 3), np.uint8)
 RED[..., 0] = 255
-METADATA = {"model": "echo", "cameras": list(CAMERAS)}
 TOKEN = "correct horse battery"
 
 
@@ -42,44 +38,6 @@ class Echo:
         return np.where(np.array([o["task"] == "nan" for o in observations])[:, None, None], np.nan, actions)
 
 
-@contextlib.contextmanager
-def running(policy, **options):
-    """A server in a thread of its own: yields (server, port)."""
-    server, started, loop = serving(policy, **options), concurrent.futures.Future(), asyncio.new_event_loop()
-
-    async def run():
-        ready = loop.create_future()
-        ready.add_done_callback(lambda f: started.set_result(f.result().sockets[0].getsockname()[1]))
-        await server.run("127.0.0.1", 0, ready)
-
-    task = loop.create_task(run())
-    thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])), daemon=True)
-    thread.start()
-    try:
-        yield server, started.result(timeout=10)
-    finally:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join(10)
-        loop.close()
-
-
-class Client:
-    """The protocol without openpi-client: what it sends and expects, on a bare socket."""
-
-    def __init__(self, port, **options):
-        connecting = websockets.sync.client.connect(f"ws://127.0.0.1:{port}", compression=None, **options)
-        self.socket = contextlib.ExitStack().enter_context(connecting)
-        self.metadata = unpack(self.socket.recv())
-
-    def send(self, data):
-        self.socket.send(data)
-        answer = self.socket.recv()
-        return answer if isinstance(answer, str) else unpack(answer)
-
-    def infer(self, **changes):
-        return self.send(pack(message(**changes)))
-
-
 def serving(policy, **options):
     return PolicyServer(policy, cameras=CAMERAS, state_dim=2, metadata=METADATA, **options)
 
@@ -88,15 +46,9 @@ def message(**changes):
     return {"observation/top": RED, "observation/wrist": RED, "observation/state": [0.5, 1.5], "prompt": "go"} | changes
 
 
-def get(port, path, token=""):
-    headers = {"Authorization": f"Api-Key {token}"} if token else {}
-    with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)) as answer:
-        return answer.read().decode()
-
-
 @pytest.fixture(scope="module")
 def echo():
-    with running(Echo()) as (server, port):
+    with running_at(Echo()) as (server, port):
         yield server, port
 
 
@@ -121,7 +73,7 @@ def test_openpi_s_client_is_answered(echo):
 @pytest.mark.filterwarnings("ignore:connect")
 def test_openpi_s_client_sends_its_token():
     openpi = pytest.importorskip("openpi_client.websocket_client_policy")
-    with running(Echo(), token=TOKEN) as (_, port):
+    with running_at(Echo(), token=TOKEN) as (_, port):
         client = openpi.WebsocketClientPolicy("127.0.0.1", port, api_key=TOKEN)
         assert client.infer(message())["actions"].shape == (3, 3)
 
@@ -133,41 +85,41 @@ def test_malformed_messages_harm_neither_their_client_nor_others(echo):
     garbage = [b"", b"\xc1", "text", pack({"prompt": "go"}), b"\x91" * 5000 + b"\x00"]
     for data in garbage:
         assert bad.send(data).startswith("refused: ")
-        assert good.infer()["actions"][0, 2] == 255
-    assert bad.infer()["actions"][0, 2] == 255
+        assert good.infer(message())["actions"][0, 2] == 255
+    assert bad.infer(message())["actions"][0, 2] == 255
     assert server.metrics.requests["refused"] - before["refused"] == len(garbage)
 
 
 def test_a_message_that_is_too_large_costs_its_client_the_connection():
-    with running(Echo(), max_bytes=100_000) as (_, port):
+    with running_at(Echo(), max_bytes=100_000) as (_, port):
         greedy, modest = Client(port), Client(port)
         greedy.socket.send(b"\0" * 100_001)
         with pytest.raises(websockets.exceptions.ConnectionClosed) as caught:
             greedy.socket.recv()
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == 1009
-        assert modest.infer()["actions"].shape == (3, 3)
+        assert modest.infer(message())["actions"].shape == (3, 3)
 
 
 def test_the_policy_s_refusals_are_told_and_its_failures_are_not(echo):
     client = Client(echo[1])
-    assert client.infer(prompt="refuse") == "refused: no such task"
+    assert client.infer(message(prompt="refuse")) == "refused: no such task"
     for prompt in ("break", "nan"):
-        answer = client.infer(prompt=prompt)
+        answer = client.infer(message(prompt=prompt))
         assert answer.startswith("failed: ")
         assert "secret" not in answer
-    assert client.infer()["actions"].shape == (3, 3)
+    assert client.infer(message())["actions"].shape == (3, 3)
 
 
 def test_concurrent_clients_are_answered_together_and_each_gets_its_own():
     policy = Echo(seconds=0.05)
-    with running(policy, max_batch=4) as (server, port):
+    with running_at(policy, max_batch=4) as (server, port):
         assert policy.batches == [1, 2, 4]  # the warm-up, before the port was open
         clients = [Client(port) for _ in range(8)]
 
         def ask(i):
             prompt = "refuse" if i == 5 else "go"
-            return [clients[i].infer(**{"observation/state": [i, n], "prompt": prompt}) for n in range(3)]
+            return [clients[i].infer(message(**{"observation/state": [i, n], "prompt": prompt})) for n in range(3)]
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(ask, range(8)))
@@ -184,11 +136,11 @@ def test_concurrent_clients_are_answered_together_and_each_gets_its_own():
 
 def test_a_client_that_leaves_while_it_waits_harms_nobody():
     policy = Echo(seconds=0.05)
-    with running(policy) as (_, port):
+    with running_at(policy) as (_, port):
         impatient, patient = Client(port), Client(port)
         impatient.socket.send(pack(message()))
         impatient.socket.close()
-        assert patient.infer()["actions"].shape == (3, 3)
+        assert patient.infer(message())["actions"].shape == (3, 3)
 
 
 def test_warm_up_comes_before_listening():
@@ -199,7 +151,7 @@ def test_warm_up_comes_before_listening():
                     urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=1)
             return super().__call__(observations)
 
-    with running(Echo()) as (_, port):
+    with running_at(Echo()) as (_, port):
         pass  # a port that is free now
     policy = Slow()
     server = serving(policy, max_batch=2)
@@ -226,7 +178,7 @@ def test_other_machines_need_a_token():
 
 
 def test_a_wrong_token_is_turned_away():
-    with running(Echo(), token=TOKEN) as (_, port):
+    with running_at(Echo(), token=TOKEN) as (_, port):
         for headers in ({}, {"Authorization": "Api-Key wrong"}, {"Authorization": TOKEN}):
             with pytest.raises(websockets.exceptions.InvalidStatus) as caught:
                 Client(port, additional_headers=headers)
@@ -238,7 +190,7 @@ def test_a_wrong_token_is_turned_away():
 
 
 def test_web_pages_and_too_many_clients_are_turned_away():
-    with running(Echo(), max_clients=1) as (_, port):
+    with running_at(Echo(), max_clients=1) as (_, port):
         with pytest.raises(websockets.exceptions.InvalidStatus) as caught:
             Client(port, origin="http://evil.example")
         assert caught.value.response.status_code == 403
@@ -246,15 +198,15 @@ def test_web_pages_and_too_many_clients_are_turned_away():
         with pytest.raises(websockets.exceptions.InvalidStatus) as caught:
             Client(port)
         assert caught.value.response.status_code == 503
-        assert only.infer()["actions"].shape == (3, 3)
+        assert only.infer(message())["actions"].shape == (3, 3)
 
 
 def test_metrics_count_what_happened():
-    with running(Echo(seconds=0.02)) as (server, port):
+    with running_at(Echo(seconds=0.02)) as (server, port):
         client = Client(port)
         for _ in range(3):
-            client.infer()
-        client.infer(prompt=" ")
+            client.infer(message())
+        client.infer(message(prompt=" "))
         text = get(port, "/metrics")
         assert 'somaspeed_request_seconds_bucket{le="0.01"} 0' in text
         assert 'somaspeed_request_seconds_bucket{le="+Inf"} 3' in text

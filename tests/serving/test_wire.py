@@ -83,6 +83,7 @@ def test_no_bytes_do_anything_but_refuse(data):
         message(),
         {"observation.images.top": RED, "observation.images.wrist": RED, "observation.state": [0, 1], "task": "go"},
         {"images": {"top": RED, "wrist": RED}, "state": np.array([0, 1], np.float64), "prompt": "go"},
+        {"images": dict.fromkeys(CAMERAS, RED), "state": [0, 1], "task": "go"},
         {"observation": {"images": {"top": RED, "wrist": RED}, "state": np.array([0, 1])}, "prompt": "go"},
         message(**{"observation/top": np.ascontiguousarray(RED.transpose(2, 0, 1))}),
     ],
