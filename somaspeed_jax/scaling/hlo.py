@@ -72,12 +72,20 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One launch: an instruction outside of fusions that does work. `target` is that of a custom call, else empty."""
+    """One launch: an instruction outside of fusions that does work.
+
+    target: of a custom call, else empty.
+    flops: of the products in one run.
+    bytes: that one run reads and writes in device memory. Of an array that is only sliced or updated in place the slice
+      counts; caches are not modelled; a collective's are left to its link.
+    """
 
     name: str
     opcode: str
     target: str
     count: int
+    flops: int
+    bytes: int
     scope: str
 
 
@@ -106,20 +114,24 @@ def read(text: str) -> Program:
     Raises ValueError for text without an entry, and for products or collectives in a loop of unknown trip count.
     """
     computations, entry = _computations(text)
-    products, collectives, kernels = [], [], []
+    products, collectives, launches = [], [], []
     for instruction, siblings, count, fused in _executed(computations, entry, 1, False):
         product = _product(instruction, siblings, count)
         collective = _collective(instruction, siblings, count)
         if count == 0 and (product or collective):
             raise ValueError(f"{instruction.name} is in a while loop whose trip count XLA does not know: not countable")
-        if product:
-            products.append(product)
         if collective:
             collectives.append(collective)
         if not fused and instruction.opcode not in _FREE:
-            target = _first(r'custom_call_target="([^"]*)"', instruction.rest)
-            kernels.append(Kernel(instruction.name, instruction.opcode, target, count, _scope(instruction)))
-    return Program(tuple(products), tuple(collectives), tuple(kernels))
+            launches.append([instruction, siblings, count, 0])
+        if product:
+            products.append(product)
+            launches[-1][-1] += product.flops  # a fusion comes right before what is inside it
+    kernels = tuple(
+        Kernel(i.name, i.opcode, _target(i), count, flops, _traffic(i, siblings, computations), _scope(i))
+        for i, siblings, count, flops in launches
+    )
+    return Program(tuple(products), tuple(collectives), kernels)
 
 
 def shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -211,7 +223,7 @@ def _branches(rest: str) -> list[str]:
 
 
 def _product(instruction: Instruction, siblings: Computation, count: int) -> Product | None:
-    target = _first(r'custom_call_target="([^"]*)"', instruction.rest)
+    target = _target(instruction)
     if instruction.opcode == "dot":
         contracting = _first(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
     elif target.startswith("__cublas$"):
@@ -263,6 +275,52 @@ def _group(rest: str) -> int:
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
         return len(listed[1].split(","))
     raise ValueError(f"replica groups are printed in a way that is not known: {rest[:160]}")
+
+
+def _traffic(instruction: Instruction, siblings: Computation, computations: dict[str, Computation]) -> int:
+    """Bytes that one run of a kernel reads and writes."""
+    opcode = instruction.opcode
+    if opcode.removesuffix("-start") in COLLECTIVES:
+        return 0
+    if opcode == "fusion":
+        inside = computations[_first(r"calls=%([\w.\-]+)", instruction.rest)]
+        root = next(i for i in inside.values() if i.root)
+        results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        parameters = [i for i in inside.values() if i.opcode == "parameter"]
+        return sum(_read(i, inside) for i in parameters) + sum(_written(i, inside) for i in results)
+    if opcode in _SLICES:
+        return 2 * _written(instruction, siblings)
+    read = sum(bytes_of(siblings[name].shape) for name in instruction.operands)
+    # The last result of a library call is its workspace.
+    workspace = re.search(r", (s8\[\d+\])[^,]*\)$", instruction.shape) if opcode == "custom-call" else None
+    return read + bytes_of(instruction.shape) - (bytes_of(workspace[1]) if workspace else 0)
+
+
+_SLICES = ("dynamic-slice", "dynamic-update-slice", "gather", "slice")
+
+
+def _read(value: Instruction, inside: Computation) -> int:
+    """Bytes of a fusion's parameter that are read: all, or only the slices that are taken of it."""
+    total = 0
+    for user in (i for i in inside.values() if value.name in i.operands):
+        if user.opcode == "bitcast":
+            total += _read(user, inside)
+        elif user.opcode in _SLICES and user.operands[0] == value.name:
+            total += 0 if user.opcode == "dynamic-update-slice" else bytes_of(user.shape)
+        else:
+            return bytes_of(value.shape)
+    return min(total, bytes_of(value.shape))
+
+
+def _written(result: Instruction, inside: Computation) -> int:
+    """Bytes that a result writes: of an update in place, the update."""
+    while result.opcode == "bitcast":
+        result = inside[result.operands[0]]
+    return bytes_of(inside[result.operands[1]].shape if result.opcode == "dynamic-update-slice" else result.shape)
+
+
+def _target(instruction: Instruction) -> str:
+    return _first(r'custom_call_target="([^"]*)"', instruction.rest)
 
 
 def _scope(instruction: Instruction) -> str:

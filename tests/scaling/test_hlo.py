@@ -17,6 +17,10 @@ def float32(*shape, sharding=None):
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 
+def compiled(fn, *args):
+    return hlo.read(jax.jit(fn).lower(*args).compile().as_text())
+
+
 @pytest.fixture(scope="module")
 def mesh():
     return Mesh(np.asarray(jax.devices()[:8]).reshape(2, 4), ("replica", "fsdp"))
@@ -68,7 +72,7 @@ def test_count_agrees_with_the_jaxpr():
         return jnp.einsum("bsf,fd->bsd", jax.nn.gelu(jnp.einsum("bsd,df->bsf", x, w)), v)
 
     args = float32(2, 3, 8), float32(8, 32), float32(32, 8)
-    assert hlo.read(jax.jit(mlp).lower(*args).compile().as_text()).flops == flops.count_flops(mlp, *args)
+    assert compiled(mlp, *args).flops == flops.count_flops(mlp, *args)
 
 
 def test_convolution_agrees_with_the_jaxpr():
@@ -76,21 +80,44 @@ def test_convolution_agrees_with_the_jaxpr():
         return jax.lax.conv_general_dilated(x, w, (4, 4), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     args = float32(2, 16, 16, 3), float32(4, 4, 3, 8)
-    assert hlo.read(jax.jit(patches).lower(*args).compile().as_text()).flops == flops.count_flops(patches, *args)
+    assert compiled(patches, *args).flops == flops.count_flops(patches, *args)
 
 
 def test_kernels_are_launches_not_bookkeeping():
-    kernels = hlo.read(jax.jit(lambda x: jnp.tanh(x) * 2 + 1).lower(float32(B, D)).compile().as_text()).kernels
+    kernels = compiled(lambda x: jnp.tanh(x) * 2 + 1, float32(B, D)).kernels
     assert [(k.opcode, k.count) for k in kernels] == [("fusion", 1)]
+
+
+def test_bytes_of_a_kernel_are_what_it_reads_and_writes():
+    (kernel,) = hlo.read(
+        jax.jit(lambda x, y: x * y + 1).lower(float32(B, D), float32(B, D)).compile().as_text()
+    ).kernels
+    assert kernel.bytes == 3 * B * D * 4
+
+
+def test_a_scan_reads_a_layer_at_a_time_and_writes_in_place():
+    def fn(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x * w), x), x, w)
+
+    kernels = compiled(fn, float32(B, D), float32(L, B, D)).kernels
+    looped = sum(k.count * k.bytes for k in kernels if k.count == L and k.opcode == "fusion")
+    # Per layer: read w and x, write the carry; read the carry, write one of the stacked outputs; small counters.
+    assert looped == pytest.approx(5 * L * B * D * 4, rel=0.01)
+
+
+def test_products_are_charged_to_their_kernel():
+    kernels = hlo.read(
+        jax.jit(lambda x, w: jnp.tanh(x @ w)).lower(float32(B, D), float32(D, D)).compile().as_text()
+    ).kernels
+    assert sum(k.flops for k in kernels) == 2 * B * D * D
 
 
 def test_loop_without_a_known_trip_count_is_refused():
     def fn(n, x, w):
         return jax.lax.fori_loop(0, n, lambda _, x: x @ w, x)
 
-    text = jax.jit(fn).lower(jax.ShapeDtypeStruct((), jnp.int32), float32(B, D), float32(D, D)).compile().as_text()
     with pytest.raises(ValueError, match="trip count XLA does not know"):
-        hlo.read(text)
+        compiled(fn, jax.ShapeDtypeStruct((), jnp.int32), float32(B, D), float32(D, D))
 
 
 def test_text_that_is_no_module_is_refused():
@@ -142,6 +169,8 @@ def test_cuda_text():
     assert (scatter.bytes, scatter.group, scatter.wire) == (8 * 64 * 4, 8, 7 * 8 * 64 * 4)
     assert (reduce.group, reduce.wire) == (2, 16 * 4)
     assert permute.wire == 64 * 64 * 2
+    gemm = next(k for k in program.kernels if k.target)
+    assert (gemm.count, gemm.flops, gemm.bytes) == (18, 2 * 8 * 64 * 64, (8 * 64 + 64 * 64 + 8 * 64) * 2)
     launched = [k.opcode for k in program.kernels]
     assert launched == [
         "broadcast", "custom-call", "all-gather-start", "reduce-scatter", "all-reduce", "collective-permute",
