@@ -112,6 +112,11 @@ def read_layout(root: str | Path) -> Layout:
         raise DataError(f"{info_path}: codebase_version is {version!r}; this program reads {', '.join(VERSIONS)}.")
     if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps < 1e5:
         raise DataError(f"{info_path}: fps is {fps!r}; expected a positive number of frames a second.")
+    chunks_size = info.get("chunks_size", 1000)
+    if not isinstance(chunks_size, int) or chunks_size < 1:
+        raise DataError(f"{info_path}: chunks_size is {chunks_size!r}; expected a positive whole number.")
+    if not isinstance(info["features"], dict):
+        raise DataError(f"{info_path}: features is {info['features']!r}; expected an object.")
     features = {name: _feature(name, spec, info_path) for name, spec in info["features"].items()}
     _check_version(root, version)
     _check_templates(info_path, info, features)

@@ -134,6 +134,8 @@ def test_one_number_for_two_tasks_is_refused(tmp_path):
         ({"fps": 0}, "fps is 0"),
         ({"fps": "30"}, "fps is '30'"),
         ({"data_path": "data/{nonsense}/{file_index}"}, "cannot be filled in"),
+        ({"chunks_size": 0}, "chunks_size is 0"),
+        ({"features": []}, "features is []"),
         ({"features": {"action": {"shape": [2]}}}, "feature 'action' needs a dtype"),
     ],
 )
