@@ -32,13 +32,13 @@ PHRASES = ("reach the {} block", "move to the {} block", "go to the {} block", "
 BLOCKS = 4  # a scene; going to a block at random is right once in four
 CENTRE = np.array([0.5, 0.0], np.float32)
 TABLE_HALF = 0.3
-BLOCK_HALF = 0.042
+BLOCK_HALF = 0.05
 TIP_RADIUS = 0.026
 WRIST_HALF = 0.15  # half the width of what the wrist camera sees
 MAX_STEP = 0.045  # what the arm can move in a step
 EXPERT_STEP = 0.04
 PUSH = 0.006  # standard deviation of the disturbance during demonstrations, a step
-SUCCESS_RADIUS = 0.045
+SUCCESS_RADIUS = 0.05
 HOLD = 3  # steps at the end of a trial that must lie within the radius
 MAX_STEPS = 25  # a trial; the longest straight way takes the expert 19
 
