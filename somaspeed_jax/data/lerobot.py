@@ -5,6 +5,7 @@ rates, the numbers and the headers of the videos. After that a record is cheap: 
 are decoded when asked for.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -124,6 +125,9 @@ class LeRobotDataset:
 
         self.fps, first_times = _check_order(layout, places, columns, trust_timestamps, notes)
         self._spans = place_pictures(layout, self.cameras, places, first_times, self.fps, trust_timestamps, notes)
+        for camera in self.cameras:
+            if layout.features[camera].dtype == "image":  # that the column holds pictures, not just their paths
+                PictureColumns().picture(places[0].path, camera, places[0].row)
         self._prompts, self._prompt_of_row = _prompts(layout, places, columns, task_column, default_task, notes)
         self.tasks = tuple(sorted(self._prompts[i] for i in np.unique(self._prompt_of_row)))
 
@@ -202,9 +206,8 @@ class LeRobotDataset:
         chosen episodes and cameras, with the choice itself. The same on every machine; times of files do not count."""
         digest = hashlib.sha256(repr((1, self.fps, self.cameras, [p.episode for p in self._places])).encode())
         meta = [p for p in sorted((self.path / "meta").rglob("*")) if p.suffix in (".json", ".jsonl", ".parquet")]
-        used = [
-            p for p in meta if "stats" not in p.name
-        ]  # statistics may be added later; records do not depend on them
+        # Statistics may be added later, and records do not depend on them.
+        used = [p for p in meta if "stats" not in p.name]
         files = used + [place.path for place in self._places] + [span.path for span in self._spans.values()]
         for path in sorted(set(files)):
             size = path.stat().st_size
@@ -251,7 +254,7 @@ def _choose_episodes(layout: Layout, asked: Sequence[int] | None, notes: list[st
             notes.append(f"{absent} of {len(layout.episodes)} episodes have no files here and are left out.")
         return found
     numbers = [int(index) for index in asked]
-    twice = sorted({index for index in numbers if numbers.count(index) > 1})
+    twice = sorted(index for index, times in collections.Counter(numbers).items() if times > 1)
     unknown = sorted(set(numbers) - set(layout.episodes))
     if twice or unknown or not numbers:
         known = list(layout.episodes)
@@ -269,7 +272,9 @@ def _require_vector(layout: Layout, key: str, field: str, stored: set[str]) -> s
     vectors = [n for n in sorted(stored) if n in layout.features and layout.features[n].shape not in ((), (1,))]
     feature = layout.features.get(key)
     if feature is None or key not in stored or feature.is_camera or feature.dtype in ("string", "language"):
-        state = "is declared, but the files have no such column" if feature else "is not a feature of this dataset"
+        state = "is not a feature of this dataset"
+        if feature:
+            state = f"holds {feature.dtype}, not numbers" if key in stored else "is declared, but not in the files"
         raise DataError(
             f"{layout.root}: {key!r} {state}; training needs state and actions. Vectors in the files: {vectors}. "
             f"Name the right one in {field}."
@@ -334,7 +339,8 @@ def _prompts(
         texts = list(layout.tasks.values())
         position = {index: i for i, index in enumerate(layout.tasks)}
         return texts, np.array([position[int(index)] for index in indices], np.int32)
-    texts, of_row = [], []
+    found: dict[str, int] = {}
+    of_row = []
     for place in places:
         own = layout.episodes[place.episode].tasks
         text = own[0] if len(own) == 1 else default_task
@@ -343,11 +349,9 @@ def _prompts(
                 f"{layout.root}: episode {place.episode} has no single task ({list(own)}), and meta/ lists no tasks "
                 f"that its rows point to. Give a prompt in data.default_task."
             )
-        if text not in texts:
-            texts.append(text)
-        of_row.extend([texts.index(text)] * place.length)
+        of_row.append(np.full(place.length, found.setdefault(text, len(found)), np.int32))
     notes.append("prompts: one an episode, from the table of episodes or data.default_task; rows name no task.")
-    return texts, np.array(of_row, np.int32)
+    return list(found), np.concatenate(of_row)
 
 
 def _cover(places: list[rows.Place], horizon: int, tail: str) -> tuple[tuple[Episode, ...], Coverage]:

@@ -348,6 +348,16 @@ def test_a_declared_camera_without_files_is_reported_and_refused_when_asked_for(
     assert "no declared camera can be used" in refusal(tmp_path) and "videos/chunk-000" in refusal(tmp_path)
 
 
+def test_a_picture_column_with_paths_only_is_refused(tmp_path):
+    write_dataset(tmp_path, [4], stored_as="image")
+    path = tmp_path / "data/chunk-000/file-000.parquet"
+    edit_column(path, CAMERA, lambda rows: [{"bytes": None, "path": "frame.png"} for _ in rows])
+    message = refusal(tmp_path)
+    assert "file-000.parquet" in message and CAMERA in message and "only the path 'frame.png'" in message
+    edit_column(path, CAMERA, lambda rows: [{"bytes": b"no picture", "path": ""} for _ in rows])
+    assert "cannot be decoded as a picture" in refusal(tmp_path)
+
+
 def test_depth_is_not_read_as_colour(tmp_path):
     write_dataset(tmp_path, [6], cameras=("a", "b"))
     features = {name: {"dtype": "float32", "shape": [6]} for name in ("observation.state", "action")}
@@ -382,8 +392,9 @@ def test_U14_no_usable_sample_is_a_refusal(tmp_path):
 
 
 def test_missing_action_names_what_there_is(tmp_path):
-    write_dataset(tmp_path, [5], cameras=())
+    write_dataset(tmp_path, [5], stored_as="image")
     message = refusal(tmp_path, action_key="actions")
+    assert "holds image, not numbers" in refusal(tmp_path, state_key=CAMERA)
     assert "'actions' is not a feature" in message and "observation.state" in message and "data.action_key" in message
 
 
