@@ -10,6 +10,7 @@ The true training step at full size is compiled from shapes for the GPU, without
 import argparse
 import os
 import sys
+from pathlib import Path
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -32,6 +33,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: list[str]) -> int:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the files under configs/ import each other
     arguments, rest = parse(argv)
     # A plan uses no device; the CUDA plugin must not look for one. Virtual devices serve the CPU compiler.
     os.environ["JAX_PLATFORMS"] = "cpu"
