@@ -6,21 +6,15 @@ import av
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from dataset_checks import refusal
 from recordings import CAMERA, edit_column, edit_info, write_dataset, write_lines
 
-from somaspeed_jax.data.errors import DataError
 from somaspeed_jax.data.layout import read_layout
 from somaspeed_jax.data.lerobot import LeRobotDataset
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
 VIDEO = {"v2.1": f"videos/chunk-000/{CAMERA}/episode_000001.mp4", "v3.0": f"videos/{CAMERA}/chunk-000/file-000.mp4"}
 DATA = {"v2.1": "data/chunk-000/episode_000001.parquet", "v3.0": "data/chunk-000/file-000.parquet"}
-
-
-def refusal(root, **options) -> str:
-    with pytest.raises(DataError) as error:
-        LeRobotDataset(root, horizon=4, **options)
-    return str(error.value)
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
