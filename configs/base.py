@@ -21,6 +21,7 @@ def change(config: ml_collections.ConfigDict, **sections: Any) -> None:
     """Sets fields in place, section by section."""
     for name, value in sections.items():
         if isinstance(value, dict):
-            config[name].update(value)
+            section: Any = config[name]
+            section.update(value)
         else:
             config[name] = value

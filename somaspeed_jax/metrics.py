@@ -108,7 +108,7 @@ class _TensorBoard:
 class _WandB:
     def __init__(self, config: Config, workdir: Path):
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError(
                 f"config.log.wandb is {config.log.wandb!r}, but wandb is not installed; "

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,17 +90,18 @@ def global_norms(grads: Mapping[str, jax.Array], assigned: Mapping[str, Group]) 
     squares: dict[str, jax.Array] = {}
     for path, grad in grads.items():
         name = assigned[path].clip_group
-        squares[name] = squares.get(name, jnp.float32(0)) + jnp.sum(jnp.square(grad.astype(jnp.float32)))
+        square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
+        squares[name] = squares[name] + square if name in squares else square
     return {name: jnp.sqrt(value) for name, value in squares.items()}
 
 
 def clip_by_group(max_norm: float, assigned: Mapping[str, Group]) -> optax.GradientTransformation:
     """Scales each clip group's gradients to at most `max_norm`."""
 
-    def update(grads, state, params=None):
-        norms = global_norms(grads, assigned)
+    def update(updates: Any, state, params=None):
+        norms = global_norms(updates, assigned)
         scale = {name: jnp.minimum(1.0, max_norm / (norm + 1e-6)) for name, norm in norms.items()}
-        return {path: grad * scale[assigned[path].clip_group] for path, grad in grads.items()}, state
+        return {path: grad * scale[assigned[path].clip_group] for path, grad in updates.items()}, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -115,7 +117,7 @@ def adamw(
 ) -> optax.GradientTransformation:
     """Clip, Adam moments, decoupled decay, learning rate: over a flat dictionary of float32 parameters."""
 
-    def finish(updates, state, params):
+    def finish(updates: Any, state: Any, params: Any = None):
         lr = rate(state.count)
         scaled = {
             path: -lr * assigned[path].lr_scale * (u + assigned[path].weight_decay * params[path])

@@ -16,19 +16,19 @@ from somaspeed_jax.optim import matches
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step reads and writes.
+    """Everything that a step reads and writes. Its leaves are arrays; in trees of the same form, shapes or shardings.
 
     step: int32, updates done. trainable: float32. frozen: as stored. opt_state: optax's, over `trainable`.
     ema: moving average of `trainable`, or {} when off. healthy: false after the first non-finite loss or gradient norm;
     from then on every update is the identity.
     """
 
-    step: jax.Array
-    trainable: Params
-    frozen: Params
+    step: Any
+    trainable: dict[str, Any]
+    frozen: dict[str, Any]
     opt_state: Any
-    ema: Params
-    healthy: jax.Array
+    ema: dict[str, Any]
+    healthy: Any
 
 
 def split_trainable(specs: Mapping[str, ParamSpec], patterns: tuple[str, ...]) -> tuple[list[str], list[str]]:

@@ -1,7 +1,7 @@
 """The compiled training step and the compiled validation loss."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def make_train_step(
         healthy = state.healthy & jnp.isfinite(loss) & jnp.isfinite(norm)
 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
-        trainable = optax.apply_updates(state.trainable, updates)
+        trainable = {path: param + cast(dict, updates)[path] for path, param in state.trainable.items()}
         ema = average(state.ema, trainable, ema_decay) if state.ema else {}
         new = TrainState(state.step + 1, trainable, state.frozen, opt_state, ema, healthy)
         old = TrainState(state.step, state.trainable, state.frozen, state.opt_state, state.ema, healthy)

@@ -5,7 +5,7 @@ import signal
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -177,6 +177,11 @@ class Pending:
     records: np.ndarray
     numbers: Metrics
 
+    @property
+    def ready(self) -> bool:
+        """Whether the device has finished the step."""
+        return cast(Any, self.numbers.loss).is_ready()
+
 
 class StepLog:
     """Reads steps' numbers, at most two late, and stops the run at the first that is not finite."""
@@ -190,7 +195,7 @@ class StepLog:
 
     def waited(self, total: float, pending: deque[Pending]) -> None:
         """Counts the time spent waiting for the batch that just came, if the device had run out of work by then."""
-        if not pending or pending[-1].numbers.loss.is_ready():
+        if not pending or pending[-1].ready:
             self._wait += total - self._wait_before
         self._wait_before = total
 

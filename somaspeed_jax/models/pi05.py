@@ -7,7 +7,7 @@ runs alone and the action layers attend to its keys and values: the same sums, o
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ class Pi05Config:
 def _small(
     width: int, depth: int, mlp: int, expert: int, vision: SiglipConfig, vocabulary: int, heads=8, head_width=16, **kw
 ):
-    shared = dict(depth=depth, heads=heads, kv_heads=1, head_width=head_width)
+    shared: dict[str, Any] = dict(depth=depth, heads=heads, kv_heads=1, head_width=head_width)
     return Pi05Config(
         vision=vision,
         trunk=GemmaConfig(width=width, mlp=mlp, **shared),

@@ -42,8 +42,9 @@ class Facts:
 
     @staticmethod
     def load(path: Path) -> "Facts":
-        values = json.loads(path.read_text())
-        return Facts(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+        values: dict[str, Any] = json.loads(path.read_text())
+        read: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+        return Facts(**read)
 
 
 class Recipe(Protocol):
