@@ -124,9 +124,12 @@ def jitter(key: jax.Array, picture: jax.Array, config: ColourJitter) -> jax.Arra
     bounds = jnp.array([config.brightness, config.contrast, config.saturation, config.hue])
     factors = bounds * jax.random.uniform(factor_key, (4,), minval=-1.0, maxval=1.0)
     changes = [_brighten, _contrast, _saturate, _turn_hue]
-    for change in jax.random.permutation(order_key, 4):
-        picture = jax.lax.switch(change, changes, picture, factors[change])
-    return picture
+    order = jax.random.permutation(order_key, len(changes))
+
+    def step(picture: jax.Array, change: jax.Array) -> tuple[jax.Array, None]:
+        return jax.lax.switch(change, changes, picture, factors[change]), None
+
+    return jax.lax.scan(step, picture, order)[0]
 
 
 def _blend(picture: jax.Array, other: jax.Array | float, amount: jax.Array) -> jax.Array:
