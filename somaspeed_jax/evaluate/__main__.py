@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     out = options.out or options.run / "evaluation"
     report: dict[str, Any] = {"run": str(options.run)}
     policy = load_policy(options.run)
-    dataset, mean = _held_out(policy.config, options.data, options.episodes)
+    dataset, mean = held_out(policy.config, options.data, options.episodes)
     if dataset is not None:
         result = evaluate_open_loop(policy.act_batch, dataset, mean, batch=options.batch, stride=options.stride)
         print(open_loop_table(result))
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"wrote {out / 'report.json'}")
 
 
-def _held_out(config: Any, data: str, episodes: tuple[int, ...]) -> tuple[LeRobotDataset | None, Any]:
+def held_out(config: Any, data: str, episodes: tuple[int, ...]) -> tuple[LeRobotDataset | None, Any]:
     """The episodes to evaluate on, opened as the run's own were, and the mean action to compare with.
 
     By default the run's held-out episodes and the mean of its training episodes (None without a held-out share). With
