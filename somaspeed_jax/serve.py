@@ -15,19 +15,30 @@ import asyncio
 import contextlib
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from somaspeed_jax.serving.server import PolicyServer
 
+if TYPE_CHECKING:
+    from somaspeed_jax.policy import TrainedPolicy
+
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("websockets").setLevel(logging.WARNING)
     from somaspeed_jax.policy import load_policy  # starts jax
 
-    policy = load_policy(options.run)
+    server = make_server(load_policy(options.run), options)
+    print(f"warming up, then listening on ws://{options.host}:{options.port}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(server.run(options.host, options.port))
+    print(server.metrics.table())
+
+
+def make_server(policy: "TrainedPolicy", options: argparse.Namespace) -> PolicyServer:
     facts = policy.facts
-    server = PolicyServer(
+    return PolicyServer(
         policy.act_batch,
         cameras=facts.cameras,
         state_dim=len(facts.state_names),
@@ -45,21 +56,17 @@ def main(arguments: list[str] | None = None) -> None:
         names=dict(options.name),
         default_prompt=options.prompt,
     )
-    print(f"warming up, then listening on ws://{options.host}:{options.port}", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(server.run(options.host, options.port))
-    print(server.metrics.table())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("somaspeed_jax.serve", description="A websocket server for a trained policy.")
-    parser.add_argument("run", help="the workdir of a run that has saved")
-    parser.add_argument("--host", default="127.0.0.1", help="any other needs SOMASPEED_TOKEN (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max_batch", type=int, default=8, help="observations answered together, a power of two")
-    parser.add_argument("--max_megabytes", type=int, default=16, help="of one message")
-    parser.add_argument("--prompt", default="", help="the task of messages that have none")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser("somaspeed_jax.serve", description="A websocket server for a trained policy.")
+    made.add_argument("run", help="the workdir of a run that has saved")
+    made.add_argument("--host", default="127.0.0.1", help="any other needs SOMASPEED_TOKEN (default: %(default)s)")
+    made.add_argument("--port", type=int, default=8000)
+    made.add_argument("--max_batch", type=int, default=8, help="observations answered together, a power of two")
+    made.add_argument("--max_megabytes", type=int, default=16, help="of one message")
+    made.add_argument("--prompt", default="", help="the task of messages that have none")
+    made.add_argument(
         "--name",
         action="append",
         default=[],
@@ -67,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="THEIRS=OURS",
         help="a client's name for a camera or the state, and ours: wrist_image=wrist; may be repeated",
     )
-    return parser
+    return made
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -16,9 +16,8 @@ METADATA = {"model": "echo", "cameras": list(CAMERAS)}
 
 
 @contextlib.contextmanager
-def running_at(policy, *, cameras=CAMERAS, state_dim=2, **options):
-    """A server in a thread of its own: yields (server, port)."""
-    server = PolicyServer(policy, cameras=cameras, state_dim=state_dim, metadata=METADATA, **options)
+def running(server):
+    """Runs a server in a thread of its own: yields its port."""
     started, loop = concurrent.futures.Future(), asyncio.new_event_loop()
 
     async def run():
@@ -30,11 +29,19 @@ def running_at(policy, *, cameras=CAMERAS, state_dim=2, **options):
     thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])), daemon=True)
     thread.start()
     try:
-        yield server, started.result(timeout=10)
+        yield started.result(timeout=30)
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join(10)
         loop.close()
+
+
+@contextlib.contextmanager
+def running_at(policy, *, cameras=CAMERAS, state_dim=2, **options):
+    """The same for a policy: yields (server, port)."""
+    server = PolicyServer(policy, cameras=cameras, state_dim=state_dim, metadata=METADATA, **options)
+    with running(server) as port:
+        yield server, port
 
 
 class Client:
