@@ -21,37 +21,19 @@ import logging
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import rich.progress
 
 from somaspeed_jax.data.errors import DataError
+from somaspeed_jax.data.lerobot import LeRobotDataset
 from somaspeed_jax.data.transforms.base import Transform
 
 FORMAT = 1
 WRITE_BYTES = 8 << 20  # frames gathered before they are written
-
-
-class EpisodeRecords(Protocol):
-    index: int
-    usable: int
-
-
-class FrameSource(Protocol):
-    """What the cache needs of a dataset (lerobot.py): records 0 .. n - 1, `usable` of each episode in turn."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def episodes(self) -> Sequence[EpisodeRecords]: ...
-
-    def frame(self, index: int, camera: str) -> np.ndarray:
-        """uint8 [h, w, 3]: what `camera` saw at record `index`, as recorded."""
-        ...
 
 
 class FrameCache:
@@ -93,7 +75,7 @@ class FrameCache:
 
 
 def build(
-    source: FrameSource,
+    source: LeRobotDataset,
     transform: Transform,
     directory: str | Path,
     *,
@@ -131,7 +113,7 @@ def build(
     return cache
 
 
-def _key(source: FrameSource, transform: Transform) -> str:
+def _key(source: LeRobotDataset, transform: Transform) -> str:
     records = [(episode.index, episode.usable) for episode in source.episodes]
     text = repr((FORMAT, source.fingerprint, transform.image_recipe, transform.cameras, records))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -153,7 +135,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _layout(source: FrameSource, transform: Transform, folder: Path) -> dict[str, Any]:
+def _layout(source: LeRobotDataset, transform: Transform, folder: Path) -> dict[str, Any]:
     """What the cache holds, written next to the frames; found by preparing one record's pictures."""
     path = folder / "cache.json"
     if path.is_file():
@@ -178,7 +160,7 @@ def _layout(source: FrameSource, transform: Transform, folder: Path) -> dict[str
     return layout
 
 
-def _open_files(cache: FrameCache, source: FrameSource) -> list[tuple[int, int, int]]:
+def _open_files(cache: FrameCache, source: LeRobotDataset) -> list[tuple[int, int, int]]:
     """(episode, first record, records) of the episodes that are not in the cache yet."""
     done = cache.folder / "done"
     whole = all(
@@ -271,7 +253,7 @@ def _write_in_worker(episode: int, first: int, count: int) -> int:
 
 
 def _write_episode(
-    cache: FrameCache, source: FrameSource, transform: Transform, episode: int, first: int, count: int
+    cache: FrameCache, source: LeRobotDataset, transform: Transform, episode: int, first: int, count: int
 ) -> int:
     """Decodes an episode, one camera after the other in order of time, and marks it finished. Returns the frames."""
     for camera, shape in cache.shapes.items():

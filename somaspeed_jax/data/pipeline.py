@@ -7,11 +7,12 @@ uint8 [rows, h, w, 3]), `index` int32 [rows] (record ids) and `position` int32 [
 batch, which randomness is keyed by). Shapes never change within a run.
 """
 
+import itertools
 import queue
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,16 +92,21 @@ def _stack(values: list[Any], field: str, samples: Sequence[Sample]) -> np.ndarr
 
 
 class _Batches:
-    """Random access to batches: element i is step `steps[i]`. This is what a worker receives and calls."""
+    """Random access to batches: element i is step `steps[i]`. This is what a worker receives and calls.
 
-    def __init__(self, source, transform, order, cache, steps: range, rows: slice):
+    `blanks` empty elements follow the last batch.
+    """
+
+    def __init__(self, source, transform, order, cache, steps: range, rows: slice, blanks: int = 0):
         self.source, self.transform, self.order, self.cache = source, transform, order, cache
-        self.steps, self.rows = steps, rows
+        self.steps, self.rows, self.blanks = steps, rows, blanks
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self.steps) + self.blanks
 
     def __getitem__(self, index: int) -> Batch:
+        if index >= len(self.steps):
+            return {}
         ids = self.order.record_ids(self.steps[index])
         positions = np.arange(len(ids), dtype=np.int32)[self.rows]
         batch = stack([load_sample(self.source, self.transform, int(i), self.cache) for i in ids[self.rows]])
@@ -118,11 +124,13 @@ class Pipeline:
       step: the step of the next batch.
     """
 
-    def __init__(self, batches: Iterator[Batch], steps: range, prefetch: int):
+    def __init__(
+        self, batches: Iterator[Batch], steps: range, prefetch: int, stop_workers: Callable[[], None] | None = None
+    ):
         self.wait_seconds = 0.0
         self.step = steps.start
         self._stop_step = steps.stop
-        self._batches = batches
+        self._batches, self._stop_workers = batches, stop_workers
         self._ready: queue.Queue = queue.Queue(maxsize=max(1, prefetch))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
@@ -131,7 +139,7 @@ class Pipeline:
     def _read_ahead(self) -> None:
         try:
             for batch in self._batches:
-                if not self._offer(_plain(batch)):
+                if not self._offer(batch):
                     return
         except BaseException as error:  # handed to the consumer, which raises it
             self._offer(error)
@@ -166,8 +174,8 @@ class Pipeline:
         self._closing.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=30)
-        if close := getattr(self._batches, "close", None):
-            close()
+        if self._stop_workers is not None:
+            self._stop_workers()
 
     def __enter__(self) -> "Pipeline":
         return self
@@ -176,12 +184,13 @@ class Pipeline:
         self.close()
 
 
-def _plain(batch: Batch) -> Batch:
-    """Views without grain's array class; each keeps its shared memory alive until it is dropped itself."""
-    return {
-        key: tuple(v.view(np.ndarray) for v in value) if isinstance(value, tuple) else value.view(np.ndarray)
-        for key, value in batch.items()
-    }
+def _copied(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Batches in memory of their own. A worker's are in shared memory, which can then go back at once: a consumer may
+    hold a batch for as long as a transfer to the device takes, and nothing is left over when the program ends."""
+    for batch in batches:
+        copy = {k: tuple(map(np.array, v)) if isinstance(v, tuple) else np.array(v) for k, v in batch.items()}
+        del batch
+        yield copy
 
 
 def _start_worker(index: int, count: int) -> None:
@@ -236,7 +245,7 @@ def make_pipeline(
     Args:
       source: the dataset; pickled into each worker, so it must open files lazily.
       workers: processes that build batches, worker w every w-th one. 0 builds them in this process's read-ahead thread.
-      prefetch: batches ready ahead of the consumer, per worker.
+      prefetch: batches ready ahead of the consumer; with workers, at least one in each.
       cache: prepared pictures in place of decoding and `transform.prepare_image`.
 
     An exception in a worker is raised by `next` when its batch is due, with the original message. Raises ValueError
@@ -244,17 +253,21 @@ def make_pipeline(
     """
     steps = range(start_step, stop_step)
     rows = local_rows(order.global_batch, process_index, process_count)
-    batches = _Batches(source, transform, order, cache, steps, rows)
     if workers == 0:
-        return Pipeline((batches[k] for k in range(len(batches))), steps, prefetch)
+        batches = _Batches(source, transform, order, cache, steps, rows)
+        return Pipeline((batches[k] for k in range(len(steps))), steps, prefetch)
     if not flags.FLAGS.is_parsed():  # grain reads its flags, which a test or a notebook never parsed
         flags.FLAGS.mark_as_parsed()
-    first = int(order.record_ids(start_step)[rows][0]) if steps else 0
-    held = workers * (max(1, prefetch) + 1) + 2  # in each worker's queue and hands; in ours and the consumer's
+    each = -(-prefetch // workers) or 1
+    held = workers * (each + 1) + 1  # in each worker's queue and hands; being copied here
+    first = int(order.record_ids(start_step)[rows][0])
     _check_shared_memory(load_sample(source, transform, first, cache), rows.stop - rows.start, held)
+    # grain keeps each worker's last element until the program ends: let that be a blank, without shared memory
+    batches = _Batches(source, transform, order, cache, steps, rows, blanks=workers)
     dataset = grain.MapDataset.source(batches).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
-    options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=max(1, prefetch))
-    return Pipeline(iter(dataset.mp_prefetch(options, worker_init_fn=_start_worker)), steps, 1)
+    options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=each)
+    iterator = iter(dataset.mp_prefetch(options, worker_init_fn=_start_worker))
+    return Pipeline(_copied(itertools.islice(iterator, len(steps))), steps, 1, iterator.close)
 
 
 def eval_batches(

@@ -3,7 +3,10 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,7 +60,7 @@ def test_u16_workers_change_nothing_and_reading_ahead_moves_no_position():
         first = {s: b["index"].tolist() for s, b in seen.items()}
         del seen
         gc.collect()
-        np.testing.assert_array_equal(images[:, 0, 0, 0], expected)  # shared memory lives as long as the array
+        np.testing.assert_array_equal(images[:, 0, 0, 0], expected)  # outlives the worker's memory
         assert type(images) is np.ndarray
     assert first == {s: whole[s] for s in range(3)}
     assert collect(source, order, 3, 7, workers=1) == {s: whole[s] for s in range(3, 7)}
@@ -145,7 +148,7 @@ def test_shapes_that_change_are_refused_by_record_and_field():
 
 
 def test_too_little_shared_memory_is_refused_before_a_worker_dies(monkeypatch, tmp_path):
-    usage = type("Usage", (), {"free": 3_000})
+    usage = type("Usage", (), {"free": 1_000})
     monkeypatch.setattr(pipeline.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ValueError, match=r"MB free, workers need .* batches of 4 rows.*--shm-size"):
         make_pipeline(FakeSource(19), FakeTransform(), Order(19, 4, 0), start_step=0, stop_step=1, workers=2)
@@ -177,3 +180,17 @@ def test_evaluation_counts_every_record_once():
         list(eval_batches(FakeSource(19), FakeTransform(), ids, 4, process_index=p, process_count=2)) for p in (0, 1)
     ]
     assert [h["weight"].tolist() for half in halves for h in half] == [[1, 1], [1, 0], [1, 1], [0, 0]]
+
+
+def test_nothing_is_left_in_shared_memory_when_a_run_ends():
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from fake_source import FakeSource, FakeTransform\n"
+        "from somaspeed_jax.data.order import Order\n"
+        "from somaspeed_jax.data.pipeline import make_pipeline\n"
+        "if __name__ == '__main__':\n"
+        "    for _ in make_pipeline(FakeSource(19), FakeTransform(), Order(19, 4, 0), start_step=0, stop_step=5, workers=2):\n"
+        "        pass\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "leaked" not in run.stderr
