@@ -43,7 +43,8 @@ _OUT_EPS = 1e-6
 _TIME_CHANNELS = 256
 _LOG_PERIOD = np.float32(np.log(10_000.0))
 # Purposes, so that no two draws of a sample share a key.
-_CONDITION, _VELOCITY, _STATE = 1, 2, 3
+_CONDITION, _VELOCITY = 1, 2
+_STATE, _INPUT_STATE = 1001, 1002  # beyond any layer number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,8 @@ class GrootConfig:
     state_dim, action_dim: padded. positions: rows of the action position table.
     embodiment_slots: rows of the upstream tensors. embodiments: the rows held here, in order; `Observation.embodiment`
     counts in this tuple, not in upstream's ids.
-    dropout: in the expert's and the features' blocks. state_dropout: probability of dropping the encoded state.
+    dropout, vl_dropout: in the expert's blocks and in those over the features. state_dropout: probability of dropping
+    the encoded state; input_state_dropout: the same for the state before its encoder (Isaac-GR00T has both).
     mask_vl_padding: true: padding takes no part in the self-attention over the features, so a sample equals upstream's
     at batch size one; false: it does, as upstream at the given padded length.
     beta, time_scale, buckets, steps: flow matching. lora: adapters on the text's linears, or None (ours).
@@ -83,7 +85,9 @@ class GrootConfig:
     embodiments: tuple[int, ...]
     rope_theta: float = 5_000_000.0
     dropout: float = 0.2
+    vl_dropout: float = 0.2
     state_dropout: float = 0.2
+    input_state_dropout: float = 0.0
     mask_vl_padding: bool = True
     beta: tuple[float, float] = (1.5, 1.0)
     time_scale: float = 0.999
@@ -140,26 +144,26 @@ SIZES: dict[str, GrootConfig] = {
         embodiment_slots=32,
         embodiments=(10,),
     ),
-    # The released layout at the size of a laptop: the demo dataset's pictures, its tokenizer, its robot.
+    # The published layout at the size of a laptop, for the demo dataset's pictures (48x48), tokenizer and robot.
     "demo": GrootConfig(
-        vision=VisionSizes(width=64, hidden=128, heads=2, depth=4, patch=8, positions=64, taps=(0, 1, 2), out=96),
-        text=Qwen3Sizes(width=96, hidden=192, heads=4, kv_heads=2, head_width=24),
+        vision=VisionSizes(width=48, hidden=128, heads=2, depth=4, patch=8, positions=36, taps=(0, 1, 2), out=64),
+        text=Qwen3Sizes(width=64, hidden=160, heads=4, kv_heads=2, head_width=16),
         text_layers=4,
-        vocabulary=512,
-        mrope_section=(6, 3, 3),
-        image_token=423,
+        vocabulary=391,
+        mrope_section=(4, 2, 2),
+        image_token=389,
         vl_layers=1,
         vl_heads=4,
         dit_layers=4,
         dit_heads=4,
         dit_head_width=16,
         category_width=64,
-        state_dim=16,
-        action_dim=16,
+        state_dim=8,
+        action_dim=8,
         horizon=16,
-        positions=64,
+        positions=16,
         embodiment_slots=4,
-        embodiments=(2,),
+        embodiments=(1,),
     ),
     # The size of the reference numbers in the tests.
     "tiny": GrootConfig(
@@ -182,6 +186,7 @@ SIZES: dict[str, GrootConfig] = {
         embodiment_slots=4,
         embodiments=(0, 1, 2, 3),
         dropout=0.0,
+        vl_dropout=0.0,
         state_dropout=0.0,
     ),
 }
@@ -202,6 +207,14 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int) -> jax
     for _ in range(keys.ndim):
         draw = jax.vmap(draw)
     return jnp.where(draw(keys), x / (1.0 - rate), 0.0).astype(x.dtype)
+
+
+def _drop_rows(x: jax.Array, rate: float, keys: jax.Array | None, label: int) -> jax.Array:
+    """x [b, d] with whole rows set to zero, not scaled, with probability `rate`."""
+    if keys is None or rate == 0.0:
+        return x
+    dropped = jax.vmap(lambda key: jax.random.bernoulli(key, rate))(_fold(keys, label))
+    return jnp.where(dropped[:, None], 0.0, x)
 
 
 def _fold(keys: jax.Array | None, label: jax.Array | int) -> jax.Array | None:
@@ -310,7 +323,7 @@ class FeatureBlock(nnx.Module):
         self.out = Linear(width, width, runtime)
         self.norm3 = LayerNorm(width, eps=_EPS)
         self.mlp = Mlp(width, 4 * width, runtime)
-        self.heads, self.rate = config.vl_heads, config.dropout
+        self.heads, self.rate = config.vl_heads, config.vl_dropout
 
     def __call__(self, x: jax.Array, mask: jax.Array | None, keys: jax.Array | None) -> jax.Array:
         """x [b, p, d], mask [b, 1, p] or None, keys [b] or None -> x."""
@@ -560,10 +573,9 @@ class Groot(nnx.Module):
         features = self._attend_features(context, keys)
 
         embodiment = observation.embodiment
-        state = runtime.gathered(head.state)(observation.state, embodiment)
-        if keys is not None and config.state_dropout:
-            dropped = jax.vmap(lambda key: jax.random.bernoulli(key, config.state_dropout))(_fold(keys, _STATE))
-            state = jnp.where(dropped[:, None], 0.0, state)
+        state = _drop_rows(observation.state, config.input_state_dropout, keys, _INPUT_STATE)
+        state = runtime.gathered(head.state)(state, embodiment)
+        state = _drop_rows(state, config.state_dropout, keys, _STATE)
 
         def cross(layers: nnx.Module, chosen: jax.Array, count: int) -> CrossMemory:
             tokens, mask = _select(chosen, count, features, chosen)
