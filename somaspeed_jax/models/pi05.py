@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from somaspeed_jax.flow_spec import FlowSpec
@@ -155,10 +156,22 @@ class Expert(nnx.Module):
 
 
 def time_embedding(time: jax.Array, width: int) -> jax.Array:
-    """[sin | cos] of 2π t / period, periods geometric from 4e-3 to 4 (openpi, models/pi0.py). [...] -> [..., width]."""
-    fraction = jnp.linspace(0.0, 1.0, width // 2, dtype=jnp.float32)
-    period = 4e-3 * (4.0 / 4e-3) ** fraction
-    angle = time.astype(jnp.float32)[..., None] * (2 * math.pi / period)
+    """[sin | cos] of 2π t / period, periods geometric from 4e-3 to 4 (openpi, models/pi0.py). [...] -> [..., width].
+
+    time: in [0, 1]. Within 1e-6 of the float64 value, which is LeRobot's. A float32 product of up to 250 turns would
+    be 2e-4 off, which is most of what float32 gradients then lack: so time and frequency are split into twelve bits,
+    whose product is exact and loses its whole turns, and a rest.
+    """
+    turns_per_unit = 1.0 / (4e-3 * (4.0 / 4e-3) ** np.linspace(0.0, 1.0, width // 2))
+    step = 2.0 ** (np.floor(np.log2(turns_per_unit)) - 11)
+    high = np.round(turns_per_unit / step) * step
+    low = (turns_per_unit - high).astype(np.float32)
+    high = high.astype(np.float32)
+    time = time.astype(jnp.float32)[..., None]
+    coarse = jnp.round(time * 4096) / 4096
+    turns = coarse * high
+    turns = turns - jnp.floor(turns) + ((time - coarse) * high + time * low)
+    angle = 2 * math.pi * turns
     return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
 
