@@ -56,12 +56,11 @@ def print_start(
     for line in changes:
         say(line)
     train = data.train
-    say(f"data          {train.path}  LeRobot {train.version}, {train.fps:g} frames/s, {len(train.episodes)} episodes")
-    say(f"              {train.coverage}")
+    say(f"data          {train.path}")
+    for line in train.report():
+        say(f"              {line}")
     if data.validation is not None:
         say(f"held out      {len(data.validation.episodes)} episodes, {len(data.validation)} records")
-    for line in train.report():
-        say(f"note          {line}")
     for name in ("state_normalizer", "action_normalizer"):
         for constant in getattr(getattr(transform, name, None), "near_constant", ()):
             say(f"note          {name.split('_')[0]} dimension {constant}: hardly moves")
