@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from somaspeed_jax.models.layers.param import ParamSpec
@@ -36,7 +36,7 @@ def export_weights(
     source: Source | None,
     table: Table,
     specs: Mapping[str, ParamSpec],
-    trained: Mapping[str, jax.Array | np.ndarray],
+    trained: Mapping[str, Any],
     *,
     source_prefix: str = "",
     export_prefix: str = "",
@@ -51,12 +51,13 @@ def export_weights(
       from it byte for byte; one that it lacks and that upstream asks for (`Row.zeros`) is written as zeros. None for
       a model that was trained from nothing: `trained` then has every parameter, and what is not read is zeros.
     table: bare names; `source_prefix` and `export_prefix` go before them.
-    trained: path -> value, for the parameters that were trained. Held on the host one at a time.
+    trained: path -> value, for the parameters that were trained: arrays of jax or numpy, or anything with a shape that
+      numpy turns into one (still on disk). Held on the host one at a time.
     deltas: adapters to merge into the tensors of their paths, in float32: see `lora.deltas`.
     stored: type of trained tensors. "float32" keeps every bit of what was trained; "source" rounds each to the type
       that the source stores it in.
     shard_bytes: size from which to write several files and an index; None for one file.
-    files: further files of the directory (config.json, …), by plain name.
+    files: further files of the directory by name, in one level of folders at most ("config.json", "processor/a.json").
     Raises WeightsError where the source does not fit the table, a parameter has no value, or the directory exists
     and is not empty.
     """
@@ -64,8 +65,8 @@ def export_weights(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise WeightsError(f"{directory}: exists and is not empty; export writes a new directory")
     for name in files or {}:
-        if Path(name).name != name or name.startswith("."):
-            raise WeightsError(f"{name!r}: further files of an export have plain names")
+        if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name, re.ASCII):
+            raise WeightsError(f"{name!r}: further files of an export have plain names, in one folder at most")
     plan = _Plan(source, source_prefix, table, specs, trained, deltas or {}, stored)
     tensors = plan.tensors(export_prefix)
 
@@ -74,6 +75,7 @@ def export_weights(
     try:
         written = write_sharded(temporary, tensors, {"format": "pt"}, shard_bytes)
         for name, content in (files or {}).items():
+            (temporary / name).parent.mkdir(exist_ok=True)
             (temporary / name).write_bytes(content)
         temporary.chmod(0o755)
         if directory.exists():
@@ -94,7 +96,7 @@ class _Plan:
         source_prefix: str,
         table: Table,
         specs: Mapping[str, ParamSpec],
-        trained: Mapping[str, jax.Array | np.ndarray],
+        trained: Mapping[str, Any],
         deltas: Deltas,
         stored: str,
     ):
@@ -179,5 +181,5 @@ class _Plan:
     def _on_host(self, path: str) -> np.ndarray:
         """The whole parameter; the last one is kept, since the tensors of a row come one after the other."""
         if self._held is None or self._held[0] != path:
-            self._held = (path, np.asarray(jax.device_get(self.trained[path])))
+            self._held = (path, np.asarray(self.trained[path]))
         return self._held[1]

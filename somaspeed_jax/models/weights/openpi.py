@@ -10,14 +10,12 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from somaspeed_jax.models.language.gemma import GemmaConfig
 from somaspeed_jax.models.pi05 import Pi05Config
+from somaspeed_jax.models.weights.orbax_tree import Keys, list_arrays, read_array
 from somaspeed_jax.models.weights.pi05 import EMBEDDING
 from somaspeed_jax.models.weights.safetensors_file import WeightsError
 from somaspeed_jax.models.weights.source import Source, find_directory, open_source
@@ -75,23 +73,11 @@ class OpenpiSource:
         with self._lock:
             if self._held is None or self._held[0] != leaf:
                 self._held = None  # let go of one array before reading the next
-                self._held = (leaf, self._read(leaf))
+                self._held = (leaf, read_array(self.directory, self._keys[leaf]))
             return self._leaves[leaf].tensors[name](self._held[1])
 
     def where(self, name: str) -> str:
         return self._leaf_of[name]
-
-    def _read(self, leaf: str) -> np.ndarray:
-        item: Any = 0
-        for key in reversed(self._keys[leaf]):
-            item = {key: item}
-        restore = ocp.args.PyTreeRestore(
-            item=item,
-            restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item),
-            partial_restore=True,
-        )
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            return np.asarray(jax.tree.leaves(checkpointer.restore(self.directory.absolute(), args=restore))[0])
 
 
 def params_directory(directory: Path) -> Path:
@@ -110,19 +96,9 @@ def open_pi05(path_or_repository: str | Path, config: Pi05Config) -> Source:
     return open_source(path_or_repository)
 
 
-def _read_tree(directory: Path) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[int, ...]], dict[str, np.dtype]]:
+def _read_tree(directory: Path) -> tuple[dict[str, Keys], dict[str, tuple[int, ...]], dict[str, np.dtype]]:
     """Leaf name -> keys in the file, shape, type. Names lack the outer `params` and, where all have it, `value`."""
-    try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            metadata: Any = checkpointer.metadata(directory.absolute())
-        tree = metadata.item_metadata.tree
-    except Exception as error:  # orbax and tensorstore raise many unrelated types
-        raise WeightsError(f"{directory}: orbax cannot read it: {error}") from error
-    found = {
-        tuple(str(getattr(key, "key", key)) for key in path): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))[0]
-        if hasattr(leaf, "shape")
-    }
+    found = list_arrays(directory)
     wrapped = bool(found) and all(keys[-1] == "value" for keys in found)
     keys_of = {}
     for keys in found:
@@ -130,8 +106,8 @@ def _read_tree(directory: Path) -> tuple[dict[str, tuple[str, ...]], dict[str, t
         keys_of["/".join(inner[:-1] if wrapped else inner)] = keys
     return (
         keys_of,
-        {name: tuple(found[keys].shape) for name, keys in keys_of.items()},
-        {name: np.dtype(found[keys].dtype) for name, keys in keys_of.items()},
+        {name: found[keys][0] for name, keys in keys_of.items()},
+        {name: found[keys][1] for name, keys in keys_of.items()},
     )
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -212,28 +212,15 @@ def write_safetensors(path: str | os.PathLike, tensors: Iterable[TensorToWrite],
     Holds one tensor at a time. Wider types come first, so that each tensor is aligned to its type.
     """
     path = Path(path)
-    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    position = 0
-    for tensor in tensors:
-        if tensor.name in header:
-            raise WeightsError(f"{path}: tensor {tensor.name!r} would be written twice")
-        end = position + tensor.nbytes
-        header[tensor.name] = {
-            "dtype": CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-
+    tensors = _aligned(tensors)
+    head = _header(tensors, metadata)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(head)
             for tensor in tensors:
-                _write_tensor(file, tensor)
+                for chunk in _chunks(tensor):
+                    file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -243,7 +230,35 @@ def write_safetensors(path: str | os.PathLike, tensors: Iterable[TensorToWrite],
         raise
 
 
-def _write_tensor(file: Any, tensor: TensorToWrite) -> None:
+def safetensors_bytes(tensors: Iterable[TensorToWrite]) -> bytes:
+    """The content of a small file."""
+    tensors = _aligned(tensors)
+    return b"".join([_header(tensors, {}), *(chunk for tensor in tensors for chunk in _chunks(tensor))])
+
+
+def _aligned(tensors: Iterable[TensorToWrite]) -> list[TensorToWrite]:
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+
+
+def _header(tensors: Iterable[TensorToWrite], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for tensor in tensors:
+        if tensor.name in header:
+            raise WeightsError(f"tensor {tensor.name!r} would be written twice")
+        end = position + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _chunks(tensor: TensorToWrite) -> Iterator[memoryview]:
     array = tensor.read()
     if array.shape != tensor.shape or array.dtype != tensor.dtype:
         raise WeightsError(
@@ -251,7 +266,7 @@ def _write_tensor(file: Any, tensor: TensorToWrite) -> None:
         )
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     for start in range(0, len(data), CHUNK):
-        file.write(data[start : start + CHUNK])
+        yield data[start : start + CHUNK]
 
 
 def write_sharded(

@@ -155,7 +155,7 @@ def test_an_export_is_whole_or_absent_and_never_overwrites(tmp_path, source):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
     with pytest.raises(WeightsError, match="exists and is not empty"):
         export_weights(tmp_path / "source", source, TABLE, SPECS, {}, source_prefix="m.")
-    for name in ("../config.json", "/config.json", "a/b", ".hidden"):
+    for name in ("../config.json", "/config.json", "a/b/c", "a/../b", ".hidden"):
         with pytest.raises(WeightsError, match="plain names"):
             export_weights(tmp_path / "out", source, TABLE, SPECS, {}, source_prefix="m.", files={name: b""})
     export_weights(tmp_path / "out", source, TABLE, SPECS, {}, source_prefix="m.", files={"config.json": b"{}"})
