@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 from typing import TYPE_CHECKING
 
 from somaspeed_jax.serving.server import PolicyServer
@@ -25,15 +26,23 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    logging.getLogger("websockets").setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("somaspeed_jax").setLevel(logging.INFO)
     from somaspeed_jax.policy import load_policy  # starts jax
 
     server = make_server(load_policy(options.run), options)
     print(f"warming up, then listening on ws://{options.host}:{options.port}", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(server.run(options.host, options.port))
-    print(server.metrics.table())
+    asyncio.run(run_until_stopped(server, options.host, options.port))
+    print(server.metrics.table(), flush=True)
+
+
+async def run_until_stopped(server: PolicyServer, host: str, port: int) -> None:
+    """Serves until the process is interrupted or asked to terminate."""
+    serving = asyncio.ensure_future(server.run(host, port))
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(sign, serving.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
 
 
 def make_server(policy: "TrainedPolicy", options: argparse.Namespace) -> PolicyServer:

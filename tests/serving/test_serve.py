@@ -1,6 +1,8 @@
 """The command line of the server: options reach the server, and the policy's facts reach the client."""
 
 import asyncio
+import os
+import signal
 import types
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from policy_client import Client, running
 
 from somaspeed_jax.recipes import Facts
-from somaspeed_jax.serve import make_server, parser
+from somaspeed_jax.serve import make_server, parser, run_until_stopped
 
 PICTURE = np.zeros((4, 4, 3), np.uint8)
 
@@ -39,6 +41,21 @@ def test_facts_and_options_reach_the_client(monkeypatch):
         }
         answer = client.infer({"observation/image": PICTURE, "observation/state": [3.0, 4.0]})
         np.testing.assert_array_equal(answer["actions"], [[3, 4], [3, 4]])
+
+
+def test_a_signal_ends_it():
+    server = make_server(Still(), parser().parse_args(["run", "--max_batch", "1"]))  # type: ignore[arg-type]
+
+    async def serve_then_terminate():
+        asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(run_until_stopped(server, "127.0.0.1", 0), timeout=10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        asyncio.run(serve_then_terminate())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "0 answered, 0 refused, 0 failed" in server.metrics.table()
 
 
 def test_without_a_token_only_this_machine_is_served(monkeypatch):
