@@ -141,8 +141,8 @@ SIZES: dict[str, MolmoAct2Config] = {
             pool_width=64, pool_heads=4, pool_head_width=16, projector=128, out=96,
         ),
         text=Qwen3Sizes(96, 256, 4, 2, 24, cast_first=False),
-        layers=3, vocabulary=785, extra_vocabulary=16, expert=ExpertSizes(64, 192, 4, 32),
-        action_dim=8, horizon=8, ids=PromptIds(787, (785, 786, 787, 788, 789, 791, 792, 793), 325),
+        layers=3, vocabulary=668, extra_vocabulary=16, expert=ExpertSizes(64, 192, 4, 32),
+        action_dim=8, horizon=8, ids=PromptIds(670, (668, 669, 670, 671, 672, 674, 675, 676), 386),
         fresh_modulation=0.02,
     ),
     "tiny": MolmoAct2Config(

@@ -162,7 +162,7 @@ class MolmoAct2Transform:
       layout: picture geometry, the checkpoint's (`image_layout`).
       horizon, action_dim: t and A of what the model predicts; a must not exceed A.
       prompt_length: p, the fixed length of `tokens`; default: the longest prompt that upstream accepts
-        (`token_budget`). `fitting_length` gives the shortest that holds a dataset's tasks.
+        (`token_budget`). `required_prompt_length` gives the shortest that holds a dataset's tasks.
       behaviour: `lerobot_0_6` leaves steps past the end of an episode out of the loss; `head` trains on the repeated
         last action.
       frame: see JointFrame.
@@ -202,7 +202,7 @@ class MolmoAct2Transform:
         check_picture(image)
         return resize_bilinear(image, self.layout.size)
 
-    def fitting_length(self, tasks: Iterable[str]) -> int:
+    def required_prompt_length(self, tasks: Iterable[str]) -> int:
         """The shortest multiple of 8 that holds the prompt of each of `tasks` with every camera present."""
         state = np.zeros(self.state.size, np.float32)  # a state token is one id whatever its number
         longest = max(len(self._ids(task, state, len(self.cameras))) for task in tasks)

@@ -210,7 +210,7 @@ def test_padding_side_and_length(upstream, tokenizer):
     assert {s["tokens"].shape for s in samples} == {(240,)}
     for sample in samples:
         assert set(sample["tokens"][~sample["token_mask"]]) == {tokenizer.pad_id}
-    length = transform.fitting_length(upstream["meta"]["tasks"])
+    length = transform.required_prompt_length(upstream["meta"]["tasks"])
     longest = max(int(s["token_mask"].sum()) for s in samples)
     assert length % 8 == 0 and longest <= length < longest + 8
 
