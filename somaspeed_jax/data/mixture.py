@@ -44,7 +44,7 @@ class MixtureOrder:
         self.places = _places(weights)
         self.block = sum(self.places)
         self._starts = np.concatenate([[0], np.cumsum(self.places)])
-        self._shuffled_block, self._shuffle = -1, np.arange(0)
+        self._last = -1, np.arange(0)  # a block and its shuffle, in one attribute because threads share an order
         self._streams = [Stream(size, epoch_seed(seed, 1 + d)) for d, size in enumerate(sizes)]
 
     def record_ids(self, step: int) -> np.ndarray:
@@ -67,11 +67,13 @@ class MixtureOrder:
     def _place(self, position: int) -> tuple[int, int]:
         """(dataset, position in that dataset's own stream) of a position of the mixture."""
         block, place = divmod(position, self.block)
-        if block != self._shuffled_block:
+        last, shuffle = self._last
+        if block != last:
             # a sort of random keys: index_shuffle takes milliseconds where there are only a few places
             keys = np.random.SeedSequence((self.seed, 0, block)).generate_state(self.block, np.uint64)
-            self._shuffled_block, self._shuffle = block, np.argsort(keys, kind="stable")
-        shuffled = int(self._shuffle[place])
+            shuffle = np.argsort(keys, kind="stable")
+            self._last = block, shuffle
+        shuffled = int(shuffle[place])
         dataset = int(np.searchsorted(self._starts, shuffled, side="right")) - 1
         return dataset, block * self.places[dataset] + shuffled - int(self._starts[dataset])
 

@@ -25,13 +25,15 @@ class Stream:
         if seed < 0:
             raise ValueError(f"seed is {seed}, expected a number of at least 0")
         self.size, self.seed = size, seed
-        self._epoch, self._key = -1, 0
+        self._last = -1, 0  # an epoch and its key, kept in one attribute because threads share an order
 
     def __getitem__(self, position: int) -> int:
         epoch, place = divmod(position, self.size)
-        if epoch != self._epoch:
-            self._epoch, self._key = epoch, epoch_seed(self.seed, epoch)
-        return index_shuffle(place, self.size - 1, self._key, 4)
+        last, key = self._last
+        if epoch != last:
+            key = epoch_seed(self.seed, epoch)
+            self._last = epoch, key
+        return index_shuffle(place, self.size - 1, key, 4)
 
 
 class Order:

@@ -7,12 +7,14 @@ uint8 [rows, h, w, 3]), `index` int32 [rows] (record ids) and `position` int32 [
 batch, which randomness is keyed by). Shapes never change within a run.
 """
 
+import concurrent.futures
 import itertools
 import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,14 +126,12 @@ class Pipeline:
       step: the step of the next batch.
     """
 
-    def __init__(
-        self, batches: Iterator[Batch], steps: range, prefetch: int, stop_workers: Callable[[], None] | None = None
-    ):
+    def __init__(self, batches: Generator[Batch], steps: range, stop_workers: Callable[[], None] | None = None):
         self.wait_seconds = 0.0
         self.step = steps.start
         self._stop_step = steps.stop
         self._batches, self._stop_workers = batches, stop_workers
-        self._ready: queue.Queue = queue.Queue(maxsize=max(1, prefetch))
+        self._ready: queue.Queue = queue.Queue(maxsize=1)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
         self._thread.start()
@@ -174,6 +174,8 @@ class Pipeline:
         self._closing.set()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=30)
+        if not self._thread.is_alive():
+            self._batches.close()
         if self._stop_workers is not None:
             self._stop_workers()
 
@@ -184,13 +186,27 @@ class Pipeline:
         self.close()
 
 
-def _copied(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _copied(batches: Iterator[Batch]) -> Generator[Batch]:
     """Batches in memory of their own. A worker's are in shared memory, which can then go back at once: a consumer may
     hold a batch for as long as a transfer to the device takes, and nothing is left over when the program ends."""
     for batch in batches:
         copy = {k: tuple(map(np.array, v)) if isinstance(v, tuple) else np.array(v) for k, v in batch.items()}
         del batch
         yield copy
+
+
+def _in_threads(batches: _Batches, workers: int, prefetch: int) -> Generator[Batch]:
+    """Batches in order, built by threads of this process, `prefetch` at a time ahead of the consumer."""
+    with concurrent.futures.ThreadPoolExecutor(max(1, workers)) as pool:
+        indices = iter(range(len(batches)))
+        pending = deque(pool.submit(batches.__getitem__, k) for k in itertools.islice(indices, max(1, prefetch)))
+        try:
+            while pending:
+                yield pending.popleft().result()
+                pending.extend(pool.submit(batches.__getitem__, k) for k in itertools.islice(indices, 1))
+        finally:
+            for future in pending:
+                future.cancel()
 
 
 def _start_worker(index: int, count: int) -> None:
@@ -243,9 +259,10 @@ def make_pipeline(
     """Batches of steps start_step .. stop_step - 1; to resume is to start at another step.
 
     Args:
-      source: the dataset; pickled into each worker, so it must open files lazily.
-      workers: processes that build batches, worker w every w-th one. 0 builds them in this process's read-ahead thread.
-      prefetch: batches ready ahead of the consumer; with workers, at least one in each.
+      source: the dataset. It is pickled into each worker, so it must open files lazily, or used by threads.
+      workers: processes that build batches, worker w every w-th one; 0: a thread of this process. With `cache` they
+        are threads in any case: there is nothing to decode, and passing pictures between processes costs more.
+      prefetch: batches ready ahead of the consumer; with processes, at least one in each.
       cache: prepared pictures in place of decoding and `transform.prepare_image`.
 
     An exception in a worker is raised by `next` when its batch is due, with the original message. Raises ValueError
@@ -253,9 +270,8 @@ def make_pipeline(
     """
     steps = range(start_step, stop_step)
     rows = local_rows(order.global_batch, process_index, process_count)
-    if workers == 0:
-        batches = _Batches(source, transform, order, cache, steps, rows)
-        return Pipeline((batches[k] for k in range(len(steps))), steps, prefetch)
+    if workers == 0 or cache is not None:
+        return Pipeline(_in_threads(_Batches(source, transform, order, cache, steps, rows), workers, prefetch), steps)
     if not flags.FLAGS.is_parsed():  # grain reads its flags, which a test or a notebook never parsed
         flags.FLAGS.mark_as_parsed()
     each = -(-prefetch // workers) or 1
@@ -267,7 +283,7 @@ def make_pipeline(
     dataset = grain.MapDataset.source(batches).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=each)
     iterator = iter(dataset.mp_prefetch(options, worker_init_fn=_start_worker))
-    return Pipeline(_copied(itertools.islice(iterator, len(steps))), steps, 1, iterator.close)
+    return Pipeline(_copied(itertools.islice(iterator, len(steps))), steps, iterator.close)
 
 
 def eval_batches(
