@@ -209,16 +209,18 @@ class TensorToWrite:
 def write_safetensors(path: str | os.PathLike, tensors: Iterable[TensorToWrite], metadata: Mapping[str, str]) -> None:
     """Writes one file, whole or not at all: under a temporary name in the same folder, then renamed.
 
-    Holds one tensor at a time. Wider types come first, so that each tensor is aligned to its type.
+    Holds one tensor at a time, read in the given order. In the file they lie as the safetensors library lays them:
+    wider types first, so that each is aligned to its type, then by name. (LeRobot's π0.5 depends on it: of an embedding
+    that is stored under two names it keeps the one that comes last.)
     """
-    path = Path(path)
-    tensors = _aligned(tensors)
-    head = _header(tensors, metadata)
+    path, tensors = Path(path), list(tensors)
+    head, starts = _layout(tensors, metadata)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(head)
             for tensor in tensors:
+                file.seek(starts[tensor.name])
                 for chunk in _chunks(tensor):
                     file.write(chunk)
             file.flush()
@@ -232,18 +234,20 @@ def write_safetensors(path: str | os.PathLike, tensors: Iterable[TensorToWrite],
 
 def safetensors_bytes(tensors: Iterable[TensorToWrite]) -> bytes:
     """The content of a small file."""
-    tensors = _aligned(tensors)
-    return b"".join([_header(tensors, {}), *(chunk for tensor in tensors for chunk in _chunks(tensor))])
+    tensors = sorted(tensors, key=_place)
+    head, _ = _layout(tensors, {})
+    return b"".join([head, *(chunk for tensor in tensors for chunk in _chunks(tensor))])
 
 
-def _aligned(tensors: Iterable[TensorToWrite]) -> list[TensorToWrite]:
-    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+def _place(tensor: TensorToWrite) -> tuple[int, str]:
+    return -tensor.dtype.itemsize, tensor.name
 
 
-def _header(tensors: Iterable[TensorToWrite], metadata: Mapping[str, str]) -> bytes:
+def _layout(tensors: Iterable[TensorToWrite], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The file up to the first tensor, and at which byte of the file each tensor starts."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
-    for tensor in tensors:
+    for tensor in sorted(tensors, key=_place):
         if tensor.name in header:
             raise WeightsError(f"tensor {tensor.name!r} would be written twice")
         end = position + tensor.nbytes
@@ -255,7 +259,9 @@ def _header(tensors: Iterable[TensorToWrite], metadata: Mapping[str, str]) -> by
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    start = 8 + len(text)
+    starts = {tensor.name: start + header[tensor.name]["data_offsets"][0] for tensor in tensors}
+    return len(text).to_bytes(8, "little") + text, starts
 
 
 def _chunks(tensor: TensorToWrite) -> Iterator[memoryview]:

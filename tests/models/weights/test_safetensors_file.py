@@ -62,6 +62,18 @@ def test_reads_what_the_library_writes_and_the_library_reads_what_is_written(tmp
         assert array.dtype == tensors[name].dtype and array.tobytes() == tensors[name].tobytes()
 
 
+def test_tensors_lie_as_the_library_lays_them_whatever_the_order_in_which_they_are_written(tmp_path):
+    tensors = some_tensors()
+    safetensors.numpy.save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    write_tensors(tmp_path, dict(reversed(tensors.items())))
+    ours, theirs = (SafetensorsFile(tmp_path / f"{name}.safetensors").entries for name in ("model", "theirs"))
+    written = [name for name, entry in sorted(ours.items(), key=lambda item: item[1].start) if entry.stop > entry.start]
+    expected = [
+        name for name, entry in sorted(theirs.items(), key=lambda item: item[1].start) if entry.stop > entry.start
+    ]
+    assert written == expected
+
+
 def test_every_tensor_of_a_written_file_is_aligned_to_its_type(tmp_path):
     write_tensors(tmp_path, some_tensors())
     entries = SafetensorsFile(tmp_path / "model.safetensors").entries.values()
