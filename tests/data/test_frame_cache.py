@@ -11,10 +11,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from data_paths import shared_data
 from fake_source import FakeSource, FakeTransform
 
 from somaspeed_jax.data import frame_cache
 from somaspeed_jax.data.errors import DataError
+from somaspeed_jax.data.lerobot import LeRobotDataset
 
 GB = 10**9
 
@@ -180,3 +182,22 @@ def test_pictures_of_several_sizes_are_refused(tmp_path):
     ):
         build(Sizes(), tmp_path)
     assert sorted(os.listdir(next(tmp_path.iterdir()) / "done")) == ["2", "3"]
+
+
+@pytest.mark.skipif(shared_data() is None, reason="needs the sample recordings")
+def test_a_real_recording(tmp_path):
+    class Small:
+        cameras = ("observation.images.wrist_cam",)
+        image_recipe = "every eighth pixel"
+
+        def prepare_image(self, image):
+            return np.ascontiguousarray(image[::8, ::8])
+
+    dataset = LeRobotDataset(
+        shared_data() / "franka-usb-v30", horizon=4, cameras=Small.cameras, episodes=[1], tail="drop"
+    )
+    cache = build(dataset, tmp_path, Small())
+    assert len(cache) == len(dataset)
+    for index in (0, len(dataset) // 2, len(dataset) - 1):
+        (picture,) = cache.images(index).values()
+        np.testing.assert_array_equal(picture, dataset.record(index)["images"][Small.cameras[0]][::8, ::8])
