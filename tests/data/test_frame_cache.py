@@ -110,7 +110,7 @@ def test_built_by_several_workers(tmp_path):
 
 KILLED = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {paths!r}
 from test_frame_cache import Episodes, build
 build(Episodes(die_after={die_after}), {directory!r})
 """
@@ -119,7 +119,9 @@ build(Episodes(die_after={die_after}), {directory!r})
 def test_a_killed_build_goes_on_where_it_stopped(tmp_path):
     directory = tmp_path / "caches"
     # 7 + 1 records with two cameras are decoded, then the process is killed inside the last episode
-    code = KILLED.format(tests=str(Path(__file__).parent), die_after=2 + 16 + 5, directory=str(directory))
+    code = KILLED.format(
+        paths=[str(p) for p in Path(__file__).parents[:2]], die_after=2 + 16 + 5, directory=str(directory)
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == -9
     rest = Episodes(log=tmp_path / "log")
     cache = build(rest, directory)
