@@ -47,7 +47,11 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
         change(config, data=dict(holdout=0.25), evaluation=dict(every=200))
     elif variant == "demo":
         change(config, **_from_nothing("demo"), steps=1000, batch=dict(per_device=64), flow=dict(times=4))
-        change(config, data=dict(path="demo", holdout=0.02), evaluation=dict(closed_loop_starts=200))
+        change(
+            config,
+            data=dict(path="demo", holdout=0.02, relative_actions=True, relative_exclude=()),
+            evaluation=dict(closed_loop_starts=200),
+        )
         change(config, log=dict(every=20), checkpoint=dict(every=500))
     else:
         raise ValueError(f"unknown variant {variant!r} of configs/pi05.py; known: lerobot, libero, lora, small, demo")

@@ -19,7 +19,7 @@ from somaspeed_jax.data.lerobot import LeRobotDataset
 from somaspeed_jax.data.split import split_episodes
 from somaspeed_jax.data.tokenizers import Tokenizer, load_tokenizer
 from somaspeed_jax.mesh import Layout, make_mesh
-from somaspeed_jax.models.layers.param import ParamSpec, Runtime, param_specs
+from somaspeed_jax.models.layers.param import ParamSpec, param_specs
 from somaspeed_jax.optim import Group, Schedule, adamw, assign_groups, schedule
 from somaspeed_jax.recipes import Facts, Recipe, Statistics
 from somaspeed_jax.state import TrainState, split_trainable, state_shardings
@@ -168,7 +168,7 @@ def make_learner(config: Config, facts: Facts | None, devices: list[Any] | None 
         DTYPES[config.dtype.compute],
         DTYPES[config.dtype.reduce],
     )
-    runtime = Runtime(layout.compute, layout.gather, layout.pin, config.remat.context, config.remat.expert)
+    runtime = layout.runtime(config.remat.context, config.remat.expert)
     model_config = recipe.model_config(config, facts)
     policy = recipe.build(model_config, runtime)
     specs = param_specs(policy)

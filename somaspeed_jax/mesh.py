@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from somaspeed_jax.models.layers.param import ParamSpec
+from somaspeed_jax.models.layers.param import ParamSpec, Runtime
 from somaspeed_jax.models.layers.stack import GATHERED
 
 BATCH = ("replica", "fsdp")
@@ -117,6 +117,12 @@ class Layout:
     def pin(self, x: jax.Array) -> jax.Array:
         """Keeps an activation split over its leading axis."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(BATCH)))
+
+    def runtime(self, remat_context: str = "none", remat_expert: str = "none") -> Runtime:
+        """What a model on this layout needs to know. One device has nothing to gather and nothing to keep split."""
+        if self.mesh.size == 1:
+            return Runtime(self.compute, remat_context=remat_context, remat_expert=remat_expert)
+        return Runtime(self.compute, self.gather, self.pin, remat_context, remat_expert)
 
     def gather(self, variable: nnx.Variable) -> jax.Array:
         """One (unstacked) parameter made whole: matrices in the compute type, others as stored."""

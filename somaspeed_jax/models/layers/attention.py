@@ -3,21 +3,41 @@
 A fully masked row gives zero, never NaN and never a uniform average.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 MASKED = -1e30  # finite: a fully masked row must not become NaN
 
 
+@jax.custom_jvp
+def split_softmax(*parts: jax.Array) -> tuple[jax.Array, ...]:
+    """One softmax over the last axes of several float32 arrays together, MASKED entries zero.
+
+    Its derivative needs nothing but the result: y (dx - sum(y dx)), the sum over all parts. Left to autodiff, scores,
+    exponentials and sums would all be kept for the backward pass.
+    """
+    top = functools.reduce(jnp.maximum, (jnp.max(part, axis=-1, keepdims=True) for part in parts))
+    weights = [jnp.where(part > MASKED / 2, jnp.exp(part - top), 0.0) for part in parts]
+    total = sum(jnp.sum(weight, axis=-1, keepdims=True) for weight in weights)
+    scale = 1.0 / jnp.where(total > 0, total, 1.0)
+    return tuple(weight * scale for weight in weights)
+
+
+@split_softmax.defjvp
+def _split_softmax_jvp(parts, tangents):
+    weights = split_softmax(*parts)
+    moved = [weight * tangent for weight, tangent in zip(weights, tangents, strict=True)]
+    total = sum(jnp.sum(m, axis=-1, keepdims=True) for m in moved)
+    return weights, tuple(m - weight * total for m, weight in zip(moved, weights, strict=True))
+
+
 def masked_softmax(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
     """Softmax over the last axis of float32 `scores` where `mask` (broadcastable, bool) is true; zero elsewhere."""
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
-    scores = jnp.where(mask, scores, MASKED)
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(total > 0, total, 1.0)
+    return split_softmax(jnp.where(mask, scores, MASKED))[0]
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -56,10 +76,7 @@ def attend_split(
     prefix = jnp.einsum("bftkge,bpke->bfkgtp", q, k_prefix, preferred_element_type=jnp.float32) * scale
     own = jnp.einsum("bftkge,bfuke->bfkgtu", q, k_own, preferred_element_type=jnp.float32) * scale
     prefix = jnp.where(prefix_mask[:, None, None, None, None], prefix, MASKED)
-    top = jnp.maximum(prefix.max(-1, keepdims=True), own.max(-1, keepdims=True))
-    top = jax.lax.stop_gradient(top)
-    prefix, own = jnp.exp(prefix - top), jnp.exp(own - top)
-    total = prefix.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
-    out = jnp.einsum("bfkgtp,bpke->bftkge", (prefix / total).astype(v_prefix.dtype), v_prefix)
-    out = out + jnp.einsum("bfkgtu,bfuke->bftkge", (own / total).astype(v_own.dtype), v_own)
+    prefix, own = split_softmax(prefix, own)
+    out = jnp.einsum("bfkgtp,bpke->bftkge", prefix.astype(v_prefix.dtype), v_prefix)
+    out = out + jnp.einsum("bfkgtu,bfuke->bftkge", own.astype(v_own.dtype), v_own)
     return out.reshape(b, chunks, t, n, e)
