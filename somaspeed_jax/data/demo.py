@@ -32,16 +32,17 @@ _QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 _VECTOR = pa.list_(pa.float32(), 2)
 
 
-def ensure_demo(directory: str | Path, episodes: int = 500, seed: int = 0) -> Path:
+def ensure_demo(directory: str | Path, episodes: int = 2000, seed: int = 0) -> Path:
     """The folder of the demo dataset under `directory`, recorded now if it is not there yet.
 
-    Its name holds the version and the arguments. Safe when several processes ask at once.
+    Its name holds the version and the arguments. Safe when several processes ask at once. Two thousand scenes are
+    seen a few dozen times each in a demo run; a few hundred are learned by heart instead, and new starts fail.
     """
     target = Path(directory) / f"tabletop-v{VERSION}-episodes{episodes}-seed{seed}"
     return make_once(target, lambda folder: make_demo(folder, episodes, seed))
 
 
-def make_demo(directory: str | Path, episodes: int = 500, seed: int = 0) -> None:
+def make_demo(directory: str | Path, episodes: int = 2000, seed: int = 0) -> None:
     """Records `episodes` demonstrations into `directory` (LeRobot v3.0). The numbers are a function of `seed`.
 
     Features: `observation.state` and `action` float32 [2] (tip position and position target, metres), two cameras of
