@@ -1,8 +1,10 @@
 """This project's loader on the same samples as LeRobot's; prints one JSON line per run.
 
 python benchmarks/data/our_side.py rate DATASET --cache none --workers 2 --batch 8 --samples 640
-python benchmarks/data/our_side.py wait DATASET --cache DIR      data-wait with a device step of 50 ms
-python benchmarks/data/our_side.py memory DATASET --cache DIR    resident memory from sample 2,000 to 20,000
+python benchmarks/data/our_side.py build DATASET --cache DIR     seconds to fill the frame cache
+python benchmarks/data/our_side.py sample DATASET --cache DIR    milliseconds a sample, in one thread
+python benchmarks/data/our_side.py wait DATASET --cache DIR      share of time waiting beside a step of 50 ms
+python benchmarks/data/our_side.py memory DATASET --cache DIR    growth from sample 2,000 to --samples
 """
 
 import argparse
