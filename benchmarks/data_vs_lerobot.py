@@ -126,8 +126,8 @@ def main() -> None:
         "",
         f"`python benchmarks/data_vs_lerobot.py --rounds {args.rounds} --samples {args.samples}"
         + (" --other-python ..." if args.other_python else "")
-        + f"` on {os.cpu_count()} cores ({cpu}), Python {platform.python_version()}; the machine was {used_percent:.0f} % busy "
-        f"on average, load average {load:.1f} after the rates. Median (range) over rounds.",
+        + f"` on {os.cpu_count()} cores ({cpu}), Python {platform.python_version()}; the machine was "
+        f"{used_percent:.0f} % busy on average, load average {load:.1f} after the rates. Median (range) over rounds.",
         "",
         "| | measured | target | met |",
         "|---|---|---|---|",

@@ -1,10 +1,12 @@
 """This project's loader on the same samples as LeRobot's; prints one JSON line per run.
 
-python benchmarks/data/our_side.py rate DATASET --cache none --workers 2 --batch 8 --samples 640
-python benchmarks/data/our_side.py build DATASET --cache DIR     seconds to fill the frame cache
-python benchmarks/data/our_side.py sample DATASET --cache DIR    milliseconds a sample, in one thread
-python benchmarks/data/our_side.py wait DATASET --cache DIR      share of time waiting beside a step of 50 ms
-python benchmarks/data/our_side.py memory DATASET --cache DIR    growth from sample 2,000 to --samples
+    python benchmarks/data/our_side.py rate DATASET --cache none --workers 2 --batch 8 --samples 640
+    python benchmarks/data/our_side.py build DATASET --cache DIR     seconds to fill the frame cache
+    python benchmarks/data/our_side.py sample DATASET --cache DIR    milliseconds a sample, in one thread
+    python benchmarks/data/our_side.py wait DATASET --cache DIR      share of time waiting beside a step of 50 ms
+    python benchmarks/data/our_side.py memory DATASET --cache DIR    growth from sample 2,000 to --samples
+
+DATASET is what make_dataset.py made; without --cache frames are decoded.
 """
 
 import argparse
