@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from weight_files import BFLOAT16, random_tensors, write_tensors
 
 from somaspeed_jax import recipes
 from somaspeed_jax.assemble import Data, make_learner, save_processor
@@ -25,9 +25,6 @@ from somaspeed_jax.models.weights.source import open_source, read_config
 from somaspeed_jax.models.weights.table import choose_prefix, prefixed
 from somaspeed_jax.recipes import Facts
 from somaspeed_jax.state import create_state
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models" / "weights"))
-from weight_files import BFLOAT16, random_tensors, write_tensors
 
 FACTS = Facts(("observation.images.top",), ("x", "y"), ("x", "y"), 10.0, 16)
 

@@ -1,14 +1,18 @@
 """Where weights come from: directories, shards, files and repositories."""
 
 import json
+import os
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from weight_files import write_tensors
 
 from somaspeed_jax.models.weights.safetensors_file import INDEX, WeightsError
 from somaspeed_jax.models.weights.source import find_directory, open_source, read_config
 
+EXAMPLES = int(os.environ.get("SOMASPEED_FUZZ_EXAMPLES", "60"))
 TENSORS = {f"t{i}": np.full(10, i, np.float32) for i in range(5)}
 
 
@@ -145,3 +149,32 @@ def test_config(tmp_path):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"type": "pi05"}')
     assert read_config(tmp_path) == {"type": "pi05"}
+
+
+index_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=12) | st.sampled_from(["t0", "a.safetensors", "../a"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=12), inner, max_size=3),
+    max_leaves=6,
+)
+indices = st.one_of(
+    st.binary(max_size=100),
+    index_values.map(lambda value: json.dumps(value).encode()),
+    st.dictionaries(st.sampled_from(["t0", "t4", "x"]), index_values | st.just("model-00001-of-00003.safetensors")).map(
+        lambda value: json.dumps({"weight_map": value}).encode()
+    ),
+)
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(content=indices)
+def test_any_index_is_read_or_refused(tmp_path_factory, content):
+    directory = tmp_path_factory.getbasetemp() / "fuzzed-index"
+    if not directory.is_dir():
+        write_tensors(directory, TENSORS, shard_bytes=80)
+    (directory / INDEX).write_bytes(content)
+    try:
+        names = set(open_source(directory).names())
+    except WeightsError as error:
+        assert str(directory) in str(error)
+        return
+    assert names <= set(TENSORS)
