@@ -158,7 +158,9 @@ class Pipeline:
         return self
 
     def __next__(self) -> tuple[int, Batch]:
-        if self._closing.is_set() or self.step >= self._stop_step:
+        if self.step >= self._stop_step:
+            self.close()
+        if self._closing.is_set():
             raise StopIteration
         start = time.perf_counter()
         item = self._ready.get()

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -20,7 +21,9 @@ def collect(source, order, start, stop, **options):
 
 
 def test_a_batch():
+    threads = threading.active_count()
     (step, batch), *rest = make_pipeline(FakeSource(19), FakeTransform(), Order(19, 4, 0), start_step=5, stop_step=7)
+    assert threading.active_count() == threads  # a run that reaches its end closes itself
     assert step == 5 and [s for s, _ in rest] == [6]
     ids = Order(19, 4, 0).record_ids(5)
     np.testing.assert_array_equal(batch["index"], ids)
@@ -94,23 +97,32 @@ def test_a_worker_that_is_killed_is_reported():
             pass
 
 
+class Gated(FakeSource):
+    """Gives records only while its gate is open."""
+
+    def __init__(self):
+        super().__init__(10)
+        self.gate = threading.Event()
+
+    def record(self, index, images=True):
+        self.gate.wait()
+        return super().record(index, images)
+
+
 def test_waiting_is_measured_and_reading_ahead_hides_it():
-    slow = FakeSource(10, sleep=0.01)  # a batch of 2 takes 20 ms
-    with make_pipeline(slow, FakeTransform(), Order(10, 2, 0), start_step=0, stop_step=12) as batches:
+    source = Gated()
+    with make_pipeline(source, FakeTransform(), Order(10, 2, 0), start_step=0, stop_step=4, prefetch=4) as batches:
+        threading.Timer(1.0, source.gate.set).start()
         next(batches)
-        time.sleep(0.1)
         before = batches.wait_seconds
-        assert 0.015 < before < 0.1
-        next(batches), next(batches)
-        assert batches.wait_seconds - before < 0.01  # both were ready
-        for _ in range(6):
-            next(batches)
-        assert batches.wait_seconds - before > 0.06  # nothing to hide behind
+        assert before > 0.9
+        while not batches._ready.full():
+            time.sleep(0.01)
+        next(batches)
+        assert batches.wait_seconds - before < 0.5  # it was there
 
 
 def test_close_in_the_middle_leaves_no_thread():
-    import threading
-
     before = threading.active_count()
     batches = make_pipeline(FakeSource(10, sleep=0.01), FakeTransform(), Order(10, 2, 0), start_step=0, stop_step=1000)
     next(batches)
