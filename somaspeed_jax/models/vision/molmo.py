@@ -164,8 +164,9 @@ class MolmoVision(nnx.Module):
 
     def tower(self, images: jax.Array) -> list[jax.Array]:
         """images [b, h, w, 3] in [-1, 1] -> outputs of the tapped blocks, shallowest first, each [b, s, d]."""
-        patch = self.runtime.gathered(self.patch)
-        x = patch(patches(images, self.sizes.patch)) + self.position[...].astype(self.runtime.compute)
+        patch, gather = self.runtime.gathered(self.patch), self.runtime.gather
+        position = self.position[...] if gather is None else gather(self.position)
+        x = patch(patches(images, self.sizes.patch)) + position.astype(self.runtime.compute)
         taps = []
         for segment in self.segments:
             x, _ = run_stack(
