@@ -20,9 +20,9 @@ from somaspeed_jax.data.video_writer import VideoWriter
 
 __all__ = ["ensure_demo", "ensure_demo_tokenizer", "make_demo"]
 
-VERSION = 3  # raise it when anything that is written changes: it is part of the folder's name
+VERSION = 4  # raise it when anything that is written changes: it is part of the folder's name
 
-_REST = 6  # frames recorded after the tip has arrived
+_REST = 4  # frames recorded after the tip has arrived
 _EPISODES_PER_DATA_FILE = 200
 _EPISODES_PER_VIDEO_FILE = 64  # not a divisor of the above: data and video files roll over independently
 _RENDER = 64  # frames drawn at a time, which keeps the canvas in cache
@@ -92,7 +92,7 @@ def _record(scenes: tabletop.Scenes, rng: np.random.Generator) -> tuple[np.ndarr
     arrived = np.full(len(scenes), -1)  # first frame on the block
     t = 0
     while (arrived < 0).any() or t < arrived.max() + _REST:
-        arrived[(arrived < 0) & (np.linalg.norm(scenes.tip - scenes.goals(), axis=-1) < tabletop.EXPERT_STEP)] = t
+        arrived[(arrived < 0) & (np.linalg.norm(scenes.tip - scenes.goals(), axis=-1) < tabletop.STEP / 2)] = t
         states.append(scenes.tip)
         actions.append(tabletop.expert(scenes))
         scenes.step(actions[-1], rng.normal(0, tabletop.PUSH, (len(scenes), 2)))

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from somaspeed_jax.data import tabletop
 from somaspeed_jax.data.once import make_once
 
-VERSION = 1  # raise it when a vocabulary changes: it is part of the folder's name
+VERSION = 2  # raise it when a vocabulary changes: it is part of the folder's name
 
 _SENTENCEPIECE_SIZE = 384
 _QWEN_SIZE = 384

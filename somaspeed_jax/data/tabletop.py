@@ -6,7 +6,7 @@ or 500 demonstrations are a handful of array operations.
 
 Geometry, in metres: the table is a square of side 0.6 centred on (0.5, 0.0), x to the right and y upward in both
 cameras. The tip is driven by position targets, as a position-controlled arm is: each step of 0.1 s it moves straight
-toward the commanded target, at most `MAX_STEP`.
+toward the commanded target, at most `STEP`. The expert's target runs ahead of the tip, on the straight way to the block.
 
 Shapes: n environments, k blocks a scene, c colours.
 """
@@ -20,14 +20,14 @@ FPS = 10
 IMAGE_SIZE = 48
 CAMERAS = ("observation.images.top", "observation.images.wrist")
 COLOURS = {
-    "red": (225, 40, 40),
-    "green": (40, 175, 60),
-    "blue": (45, 85, 230),
-    "yellow": (245, 210, 40),
-    "purple": (165, 50, 190),
+    "red": (255, 0, 0),
+    "green": (0, 255, 0),
+    "blue": (0, 0, 255),
+    "yellow": (255, 255, 0),
+    "magenta": (255, 0, 255),
 }
 COLOUR_NAMES = tuple(COLOURS)
-PHRASES = ("reach the {} block", "move to the {} block", "go to the {} block", "touch the {} block")
+PHRASES = ("reach the {} block", "touch the {} block", "find the {} block")
 
 BLOCKS = 4  # a scene; going to a block at random is right once in four
 CENTRE = np.array([0.5, 0.0], np.float32)
@@ -35,12 +35,11 @@ TABLE_HALF = 0.3
 BLOCK_HALF = 0.05
 TIP_RADIUS = 0.026
 WRIST_HALF = 0.15  # half the width of what the wrist camera sees
-MAX_STEP = 0.045  # what the arm can move in a step
-EXPERT_STEP = 0.04
+STEP = 0.04  # the furthest that the arm moves in a step
+LOOKAHEAD = 0.15  # how far ahead of the tip the expert's target is, at most
 PUSH = 0.006  # standard deviation of the disturbance during demonstrations, a step
-SUCCESS_RADIUS = 0.05
-HOLD = 3  # steps at the end of a trial that must lie within the radius
-MAX_STEPS = 25  # a trial; the longest straight way takes the expert 19
+HOLD = 3  # steps at the end of a trial that must lie on the block
+MAX_STEPS = 25  # a trial; the longest straight way takes 19
 
 _TABLE = (128, 126, 124)
 _FLOOR = (70, 68, 74)
@@ -75,13 +74,13 @@ class Scenes:
         return Scenes(*(getattr(self, f.name)[rows] for f in dataclasses.fields(self)))
 
     def step(self, target: np.ndarray, disturbance: np.ndarray | float = 0.0) -> None:
-        """Moves each tip toward its commanded target [n, 2] (metres), at most MAX_STEP, and keeps it on the table."""
-        moved = self.tip + _capped(target - self.tip, MAX_STEP) + disturbance
+        """Moves each tip toward its commanded target [n, 2] (metres), at most STEP, and keeps it on the table."""
+        moved = self.tip + _capped(target - self.tip, STEP) + disturbance
         self.tip = np.clip(moved, CENTRE - TABLE_HALF, CENTRE + TABLE_HALF).astype(np.float32)
 
     def reached(self) -> np.ndarray:
         """Whether each tip is on the named block, bool [n]."""
-        return np.linalg.norm(self.tip - self.goals(), axis=-1) <= SUCCESS_RADIUS
+        return np.abs(self.tip - self.goals()).max(-1) <= BLOCK_HALF
 
     def images(self) -> dict[str, np.ndarray]:
         """What the two cameras see: {camera: uint8 [n, 48, 48, 3]}."""
@@ -139,14 +138,14 @@ def make_scenes(n: int, rng: np.random.Generator) -> Scenes:
     goals, todo = scenes.goals(), np.arange(n)
     while len(todo):  # a start on the goal would count as a success for a policy that never moves
         scenes.tip[todo] = CENTRE + rng.uniform(-0.9, 0.9, (len(todo), 2)) * TABLE_HALF
-        todo = todo[np.linalg.norm(scenes.tip[todo] - goals[todo], axis=-1) < 0.1]
+        todo = todo[np.linalg.norm(scenes.tip[todo] - goals[todo], axis=-1) < 0.15]
     return scenes
 
 
 def expert(scenes: Scenes, goals: np.ndarray | None = None) -> np.ndarray:
-    """The next position target of a straight move to the named block, or to `goals`; [n, 2] float32 metres."""
+    """A position target on the straight way to the named block, or to `goals`; [n, 2] float32 metres."""
     goals = scenes.goals() if goals is None else goals
-    return (scenes.tip + _capped(goals - scenes.tip, EXPERT_STEP)).astype(np.float32)
+    return (scenes.tip + _capped(goals - scenes.tip, LOOKAHEAD)).astype(np.float32)
 
 
 def expert_chunk(scenes: Scenes, horizon: int, goals: np.ndarray | None = None) -> np.ndarray:
