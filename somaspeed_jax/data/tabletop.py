@@ -6,7 +6,7 @@ or 500 demonstrations are a handful of array operations.
 
 Geometry, in metres: the table is a square of side 0.6 centred on (0.5, 0.0), x to the right and y upward in both
 cameras. The tip is driven by position targets, as a position-controlled arm is: each step of 0.1 s it moves straight
-toward the commanded target, at most `STEP`. The expert's target runs ahead of the tip, on the straight way to the block.
+toward the commanded target, at most `STEP`. The expert's target runs ahead of the tip, on the way to the block.
 
 Shapes: n environments, k blocks a scene, c colours.
 """
