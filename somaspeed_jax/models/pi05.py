@@ -85,7 +85,7 @@ SIZES: dict[str, Pi05Config] = {
     # Trained from nothing on the demo tabletop in minutes on a CPU.
     "demo": _small(
         96, 3, 256, 64, SiglipConfig(96, 2, 192, 4, 8, (48, 48)), 512,
-        heads=4, head_width=24, action_dim=8, horizon=8, fresh_modulation=0.02,
+        heads=2, head_width=64, action_dim=8, horizon=8, fresh_modulation=0.02,
     ),
     # Real recordings on a CPU: the published geometry of pictures at a quarter of the resolution.
     "small": _small(
@@ -183,7 +183,7 @@ class Pi05(nnx.Module):
         width = config.expert.width
         self.vision = Siglip(config.vision, runtime)
         self.projector = Linear(config.vision.width, config.trunk.width, runtime)
-        self.embed = Embedding(config.vocabulary, config.trunk.width)
+        self.embed = Embedding(config.vocabulary, config.trunk.width, stddev=config.trunk.width**-0.5)
         self.trunk = Trunk(config.trunk, runtime)
         self.expert = Expert(config.expert, runtime, modulation)
         self.action_in = Linear(config.action_dim, width, runtime, exact=True)

@@ -72,7 +72,7 @@ class Siglip(nnx.Module):
 
     def __init__(self, config: SiglipConfig, runtime: Runtime):
         self.patch = Linear(3 * config.patch**2, config.width, runtime, exact=True)
-        self.position = param((config.tokens, config.width), normal(0.02), "vector")
+        self.position = param((config.tokens, config.width), normal(config.width**-0.5), "vector")
         self.layers = stack(config.depth, SiglipBlock(config, runtime))
         self.norm = LayerNorm(config.width, eps=1e-6)
         self.config, self.runtime = config, runtime
