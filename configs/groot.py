@@ -44,7 +44,9 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
             flow=dict(times=4),
             optim=dict(schedule="openpi", lr=2e-3, floor=2e-5, warmup=50, decay_steps=1000, weight_decay=1e-4),
             dtype=dict(compute="float32", frozen="float32"),
-            data=dict(path="demo", tokenizer="demo", holdout=0.02, relative_actions=True, relative_exclude=()),
+            data=dict(
+                path="demo", tokenizer="demo", holdout=0.02, tail="repeat", relative_actions=True, relative_exclude=()
+            ),
             evaluation=dict(closed_loop_starts=200),
             log=dict(every=20),
             checkpoint=dict(every=500),

@@ -85,8 +85,9 @@ class Data:
     prompt_length: int = 0  # tokens; 0: what the dataset's prompts need, fixed before the first step
     workers: int = 2  # processes that decode and transform; 0: in the training process
     prefetch: int = 4  # batches kept ready
-    cache: str = "decode"  # decode: frames from video as needed; frames: decoded once into memory-mapped files;
-    #   synthetic: random pictures and actions of the right shape, to time the device alone
+    cache: str = "decode"  # decode: frames from video as needed (the default: right for data that is read once or
+    #   augmented from full size); frames: decoded once into memory-mapped files (right for many epochs, and for video
+    #   with few key frames); synthetic: the first batch for every step, to time the device alone
     cache_gb: float = 100.0  # the frame cache refuses to grow beyond this
 
 

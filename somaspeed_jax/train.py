@@ -13,10 +13,9 @@ from rich.console import Console
 
 from somaspeed_jax import recipes, report
 from somaspeed_jax.assemble import DTYPES, Learner, make_learner, open_data, save_processor
+from somaspeed_jax.batches import open_batches
 from somaspeed_jax.checkpoint import Checkpoints, check_resume
 from somaspeed_jax.config import Config, profile_range, to_json
-from somaspeed_jax.data.order import Order
-from somaspeed_jax.data.pipeline import make_pipeline
 from somaspeed_jax.evaluate.demo import play
 from somaspeed_jax.initial import check_frozen, initial_parameters
 from somaspeed_jax.mesh import global_batch_arrays
@@ -85,18 +84,7 @@ def train(config: Config, workdir: Path, console: Console | None = None) -> Outc
             out_shardings=(learner.shardings, learner.layout.replicated),
         )
         validation = Validation(config, learner, data, transform, prepare)
-        order = Order(len(data.train), learner.global_batch, config.seed)
-        batches = make_pipeline(
-            data.train,
-            transform,
-            order,
-            start_step=first,
-            stop_step=config.steps,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            workers=config.data.workers,
-            prefetch=config.data.prefetch,
-        )
+        batches = open_batches(config, data, transform, learner.global_batch, first)
         tracing, began = profile_range(config), time.monotonic()
         pending: deque[Pending] = deque()
         log = StepLog(config, learner, metrics, batches)
