@@ -13,6 +13,7 @@ from somaspeed_jax.config import Config
 from somaspeed_jax.data import stats
 from somaspeed_jax.data.demo import ensure_demo_tokenizer
 from somaspeed_jax.data.tokenizers import load_tokenizer
+from somaspeed_jax.data.transforms.groot_groups import groups_by_name
 from somaspeed_jax.flow import flow_loss
 from somaspeed_jax.models.layers.param import bind
 from somaspeed_jax.recipes import Facts
@@ -40,25 +41,33 @@ class Robot:
 
 
 def robot_facts(config: Config, robot: Robot) -> Facts:
-    """The facts that a dataset of this robot would have."""
-    return Facts(
+    """The facts that a dataset of this robot would have, its groups of actions not told apart."""
+    names = tuple(f"action{i}" for i in range(robot.actions))
+    known = Facts(
         cameras=config.data.cameras or tuple(f"observation.images.camera{i}" for i in range(robot.cameras)),
         state_names=tuple(f"state{i}" for i in range(robot.state)),
-        action_names=tuple(f"action{i}" for i in range(robot.actions)),
+        action_names=names,
         fps=robot.fps,
-        prompt_length=robot.prompt or config.data.prompt_length or PROMPTS[config.model.name],
+        prompt_length=robot.prompt or config.data.prompt_length or LONGEST_PROMPT.get(config.model.name, 0),
+        extra={
+            "state_groups": [{"name": "state", "columns": list(range(robot.state))}],
+            "action_groups": [dataclasses.asdict(group) for group in groups_by_name(names, robot.state, None)],
+        },
     )
+    if robot.prompt or config.data.prompt_length or config.model.name == "pi05":
+        return known
+    planned: Any = _transform(config, known)
+    sources = [[robot.picture] * len(known.cameras)] if config.model.name == "groot" else []
+    return dataclasses.replace(known, prompt_length=planned.required_prompt_length([INSTRUCTION], *sources))
 
 
-# Prompt tokens where neither command line nor configuration says: what upstream pads or comes to.
-PROMPTS = {"pi05": 200, "groot": 168, "molmoact2": 512}
+# π0.5's upstreams pad to 200 tokens; GR00T's prompt has no length of its own, so that it is measured under a bound.
+LONGEST_PROMPT = {"pi05": 200, "groot": 1024}
+INSTRUCTION = "put the red block on the blue square"
 
 
-def sample_shapes(config: Config, facts: Facts, picture: tuple[int, int]) -> dict[str, Any]:
-    """Shapes and types of one sample (a pytree of jax.ShapeDtypeStruct), by running the model's transform on zeros.
-
-    The words of a prompt do not matter to its shape, so the small demo tokenizer stands in for the published one.
-    """
+def _transform(config: Config, facts: Facts) -> Any:
+    """The model's transform. The words of a prompt hardly matter to shapes, so that the small demo tokenizer does."""
     recipe = recipes.get(config.model.name)
     kind = {"gemma": "sentencepiece"}.get(recipe.TOKENIZER, recipe.TOKENIZER)
     tokenizer = load_tokenizer(ensure_demo_tokenizer(cache_directory(), kind), recipe.TOKENIZER)  # pyright: ignore[reportArgumentType]
@@ -67,8 +76,14 @@ def sample_shapes(config: Config, facts: Facts, picture: tuple[int, int]) -> dic
         "state": stats.compute(np.repeat(rows, len(facts.state_names), 1), facts.state_names, feature="state"),
         "action": stats.compute(np.repeat(rows, len(facts.action_names), 1), facts.action_names, feature="action"),
     }
-    transform = recipe.transform(config, facts, statistics, tokenizer)
-    horizon = recipe.horizon(config)
+    absolute = dataclasses.replace(config.data, relative_actions=False)  # no shape depends on it
+    return recipe.transform(dataclasses.replace(config, data=absolute), facts, statistics, tokenizer)
+
+
+def sample_shapes(config: Config, facts: Facts, picture: tuple[int, int]) -> dict[str, Any]:
+    """Shapes and types of one sample (a pytree of jax.ShapeDtypeStruct), by running the model's transform on zeros."""
+    transform = _transform(config, facts)
+    horizon = recipes.get(config.model.name).horizon(config)
     sample = transform(
         {
             "index": 0,

@@ -43,6 +43,29 @@ def test_pi05_full_fine_tuning_costs_three_forwards():
     assert total(found) == pytest.approx(3 * sum(stage.forward for stage in found.values()), rel=0.02)
 
 
+def test_groot_expert_fine_tuning():
+    """Two cameras of 256 x 256 and 152 tokens: vision .337, text .258, VL .064, DiT .100 TF forward.
+
+    Those .100 hold keys and values of all 152 tokens in each of 16 cross blocks. A block reads the text or the pictures
+    alone and half of that work is not done here.
+    """
+    found = stages(Config(model=Model(name="groot")), workload.Robot(cameras=2, picture=(256, 256)))
+    assert found["context"].forward == pytest.approx((0.337 + 0.258) * 1e12, rel=0.03)
+    unread = 0.5 * 16 * 152 * 2 * (2 * 2048 * 1536)
+    trained = found["memory"].forward + found["expert"].forward
+    assert trained == pytest.approx((0.064 + 0.100) * 1e12 - unread, rel=0.03)
+    assert found["context"].backward == 0
+    assert total(found) == pytest.approx(found["context"].forward + 3 * trained, rel=0.01)
+
+
+def test_molmoact2_expert_fine_tuning():
+    """A 4B text model over two pictures of 196 tokens and the words: 2 x 3.6e9 parameters a token, and the tower."""
+    found = stages(Config(model=Model(name="molmoact2")), workload.Robot(cameras=2))
+    assert 4.5e12 < found["context"].forward < 6.5e12
+    assert found["context"].backward == 0
+    assert found["expert"].backward == pytest.approx(2 * found["expert"].forward, rel=0.05)
+
+
 def test_flow_times_repeat_the_expert_alone():
     robot = workload.Robot(cameras=2, prompt=48)
     one = stages(Config(model=Model(size="bench")), robot)
@@ -84,6 +107,8 @@ def test_facts_of_a_robot():
     facts = workload.robot_facts(Config(), workload.Robot(cameras=3, state=9, actions=6))
     assert (len(facts.cameras), len(facts.state_names), len(facts.action_names)) == (3, 9, 6)
     assert facts.prompt_length == 200
+    two, three = (workload.robot_facts(Config(model=Model(name="groot")), workload.Robot(cameras=n)) for n in (2, 3))
+    assert (two.prompt_length, three.prompt_length) == (152, 224)  # a picture is 66 tokens, lengths are multiples of 8
     named = workload.robot_facts(Config(data=Data(cameras=("top", "wrist"), prompt_length=64)), workload.Robot())
     assert (named.cameras, named.prompt_length) == (("top", "wrist"), 64)
 
