@@ -49,30 +49,34 @@ def read(name: str) -> tuple[dict[str, np.ndarray], dict]:
         return {key: f.get_tensor(key) for key in f.keys()}, json.loads(f.metadata()["json"])  # noqa: SIM118
 
 
+def load_policy(folder: str | Path, horizon: int, **options) -> upstream.MolmoAct2Policy:
+    """LeRobot's policy over a checkpoint folder, in training mode."""
+    config = MolmoAct2Config(
+        checkpoint_path=str(folder),
+        action_mode="continuous",
+        inference_action_mode="continuous",
+        chunk_size=horizon,
+        n_action_steps=horizon,
+        device="cpu",
+        **({"dtype": "float32", "llm_residual_dropout": 0.0} if MAIN else {"model_dtype": "float32"}),
+        input_features={
+            "observation.images.front": PolicyFeature(FeatureType.VISUAL, (3, 24, 24)),
+            "observation.state": PolicyFeature(FeatureType.STATE, (4,)),
+        },
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (7,))},
+        **options,
+    )
+    policy = upstream.MolmoAct2Policy(config)
+    policy.train()
+    return policy
+
+
 def make_policy(weights: dict[str, np.ndarray], hf_config: dict, **options) -> upstream.MolmoAct2Policy:
     """LeRobot's policy with the recorded weights, loaded from a checkpoint folder as it always is."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf_config))
         save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        horizon = hf_config["max_action_horizon"]
-        config = MolmoAct2Config(
-            checkpoint_path=folder,
-            action_mode="continuous",
-            inference_action_mode="continuous",
-            chunk_size=horizon,
-            n_action_steps=horizon,
-            device="cpu",
-            **({"dtype": "float32", "llm_residual_dropout": 0.0} if MAIN else {"model_dtype": "float32"}),
-            input_features={
-                "observation.images.front": PolicyFeature(FeatureType.VISUAL, (3, 24, 24)),
-                "observation.state": PolicyFeature(FeatureType.STATE, (4,)),
-            },
-            output_features={"action": PolicyFeature(FeatureType.ACTION, (7,))},
-            **options,
-        )
-        policy = upstream.MolmoAct2Policy(config)
-    policy.train()
-    return policy
+        return load_policy(folder, hf_config["max_action_horizon"], **options)
 
 
 @contextlib.contextmanager

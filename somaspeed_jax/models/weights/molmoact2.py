@@ -94,7 +94,15 @@ def _language(config: MolmoAct2Config) -> Table:
     return [
         Row("model.transformer.wte.embedding", (config.vocabulary, d), "embed.base.table"),
         Row("model.transformer.wte.new_embedding", (config.extra_vocabulary, d), "embed.extra.table"),
-        Row("model.transformer.rotary_emb.inv_freq", (text.head_width // 2,), None, optional=True, buffer=True),
+        # Upstream's strict loading asks for it and then computes it anew.
+        Row(
+            "model.transformer.rotary_emb.inv_freq",
+            (text.head_width // 2,),
+            None,
+            optional=True,
+            buffer=True,
+            zeros=True,
+        ),
         *norms("llm.layers", **whole).values(),
         Row(attention, attention_shape, "llm.layers.qkv.kernel", transpose=(1, 0), **whole),
         *_linear(f"{block}.self_attn.attn_out", "llm.layers.out", queries, d, bias=False, **whole),

@@ -155,6 +155,8 @@ def config_from_json(values: Mapping[str, Any], *, behaviour: Behaviour = "lerob
     """The network that a checkpoint's config.json describes.
 
     values: the parsed file. Sizes, token numbers, flow matching and the published horizon come from it alone.
+    `attn_implementation` is accepted whatever it says: upstream's sdpa is what this port computes, and its eager
+    pooling attention differs only in that it leaves out the mask of partial windows.
     Raises ValueError that lists every field that is missing, unknown, or asks for what this port does not do.
     """
     faults = [fault for name in _READ for fault in _faults(name, values if name == TOP else values.get(name))]
@@ -294,6 +296,10 @@ def _ids(values: Mapping[str, Any]) -> PromptIds:
     return PromptIds(values["image_patch_id"], tuple(values[name] for name in _IMAGE_IDS), -1 if end is None else end)
 
 
+# The one of upstream's implementations that equals this port, see `config_from_json`.
+_SDPA = {"attn_implementation": "sdpa"}
+
+
 def config_to_json(config: MolmoAct2Config) -> dict[str, Any]:
     """The config.json of a network that was not read from one, for export: `config_from_json` gives it back.
 
@@ -312,6 +318,7 @@ def config_to_json(config: MolmoAct2Config) -> dict[str, Any]:
         "architectures": ["MolmoAct2ForConditionalGeneration"],
         "vit_config": {
             **_FIXED["vit_config"],
+            **_SDPA,
             **heads,
             "hidden_size": vision.width,
             "intermediate_size": vision.hidden,
@@ -323,6 +330,7 @@ def config_to_json(config: MolmoAct2Config) -> dict[str, Any]:
         },
         "adapter_config": {
             **_FIXED["adapter_config"],
+            **_SDPA,
             **pool_heads,
             "vit_layers": list(vision.taps),
             "pooling_attention_mask": vision.masked_pooling,
@@ -332,6 +340,7 @@ def config_to_json(config: MolmoAct2Config) -> dict[str, Any]:
         },
         "text_config": {
             **_FIXED["text_config"],
+            **_SDPA,
             "hidden_size": text.width,
             "intermediate_size": text.hidden,
             "num_hidden_layers": config.layers,
