@@ -72,11 +72,19 @@ def test_all_faults_at_once():
     assert "per_device" in str(error.value) and "mesh.frozen" in str(error.value)
 
 
-@pytest.mark.parametrize("variant", ["", "lerobot", "libero", "lora", "small", "demo"])
-def test_every_variant_resolves(variant):
-    arguments = parse(["--config", f"{PI05}:{variant}" if variant else PI05])
+VARIANTS = {
+    "pi05": ("", "lerobot", "libero", "lora", "small", "demo"),
+    "groot": ("", "lora", "full", "demo"),
+    "molmoact2": ("", "lora", "full", "demo"),
+}
+
+
+@pytest.mark.parametrize("model, variant", [(model, v) for model, variants in VARIANTS.items() for v in variants])
+def test_every_variant_resolves(model, variant):
+    file = str(ROOT / "configs" / f"{model}.py")
+    arguments = parse(["--config", f"{file}:{variant}" if variant else file])
     assert from_json(to_json(arguments.config)) == arguments.config
-    assert str(arguments.workdir) == f"runs/pi05-{variant}".rstrip("-")
+    assert str(arguments.workdir) == f"runs/{model}-{variant}".rstrip("-")
 
 
 def test_overrides_reach_the_config():
