@@ -97,8 +97,8 @@ def load(checkpoint: Path) -> torch.nn.Module:
         for block in ("diffusion_model_cfg", "vl_self_attention_cfg"):
             fields[block]["dropout"] = 0.0
         (Path(folder) / "config.json").write_text(json.dumps(fields | {"state_dropout_prob": 0.0}))
-        model = upstream.GR00TN17.from_pretrained(folder)
-    upstream._tie_unused_qwen_lm_head(model.backbone.model)  # as GrootPolicy does
+        model = upstream.GR00TN17.from_pretrained(folder, tune_visual=False)  # as GrootPolicy does
+    upstream._tie_unused_qwen_lm_head(model.backbone.model)
     loaded = dict(model.named_parameters())
     for name, tensor in bare.items():
         if name in loaded and not torch.equal(loaded[name], tensor.to(torch.float32)):

@@ -1,6 +1,7 @@
 """GR00T N1.7 against numbers recorded from LeRobot 0.6.1 (torch, float32) at a tiny size, and what ours adds to it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from somaspeed_jax.models.weights.groot import table
 from somaspeed_jax.models.weights.table import place
 
 ACTIVATION, GRADIENT, ZERO = 1e-5, 1e-4, 1e-7
+QUICK = {"xla_backend_optimization_level": 0}  # compiles in half the time, to the same numbers within rounding
 UPSTREAM = dataclasses.replace(CONFIG, mask_vl_padding=False)
 POLICY = groot.build(UPSTREAM, Runtime())
 NOISE, TIME = jnp.asarray(REFERENCE["in/noise"])[:, None], jnp.asarray(REFERENCE["in/time"])[:, None]
@@ -109,7 +111,7 @@ def expert_activations(policy: groot.Groot, seen: Observation) -> dict[str, jax.
     return out
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=QUICK)
 def activations(params) -> dict[str, jax.Array]:
     """Everything that was recorded, by its name in the recording."""
     policy, seen = bind(POLICY, params), observation()
@@ -144,7 +146,18 @@ def params():
 
 @pytest.fixture(scope="module")
 def gradient():
-    return jax.jit(jax.grad(loss_of))
+    """Of the trained parameters, by all parameters."""
+
+    def loss(head, rest):
+        return loss_of(rest | head)
+
+    compiled = jax.jit(jax.grad(loss), compiler_options=QUICK)
+
+    def of(params):
+        head = {path: value for path, value in params.items() if path.startswith("head.")}
+        return compiled(head, {path: value for path, value in params.items() if path not in head})
+
+    return of
 
 
 def test_activations_equal_upstream(params):
@@ -155,16 +168,13 @@ def test_activations_equal_upstream(params):
     assert {name: error for name, error in found.items() if not error <= ACTIVATION} == {}
 
 
-def gradient_errors(gradients, params) -> tuple[dict[str, float], dict[str, float]]:
+def gradient_errors(gradients) -> tuple[dict[str, float], dict[str, float]]:
     """Relative errors by upstream name, and largest values of the key biases, whose gradient is zero."""
     pieces = place(table(UPSTREAM), param_specs(POLICY))
     relative, zero = {}, {}
-    for path in params:
+    for path, gradient in gradients.items():
         for piece in pieces[path]:
-            recorded = REFERENCE.get(f"grad/{piece.name}")
-            if recorded is None:
-                continue
-            ours = np.asarray(gradients[path])[piece.box]
+            recorded, ours = REFERENCE[f"grad/{piece.name}"], np.asarray(gradient)[piece.box]
             if piece.name.endswith("to_k.bias"):
                 zero[piece.name] = float(np.abs(ours).max())
             elif piece.row.take is not None:  # one embodiment's row: absent ones have exactly no gradient
@@ -179,7 +189,7 @@ def gradient_errors(gradients, params) -> tuple[dict[str, float], dict[str, floa
 
 
 def test_all_trainable_gradients_equal_upstream(params, gradient):
-    relative, zero = gradient_errors(gradient(params), params)
+    relative, zero = gradient_errors(gradient(params))
     recorded = {name[5:] for name in REFERENCE if name.startswith("grad/")}
     assert {name.split("[")[0] for name in relative} | zero.keys() == recorded
     assert {name: error for name, error in relative.items() if not error <= GRADIENT} == {}
@@ -213,5 +223,5 @@ def test_a_changed_weight_is_noticed(params, gradient, path):
     changed = {**params, path: params[path] * 1.01 + 1e-3}
     found = errors(activations(changed))
     assert [name for name in PERTURBED[path] if not found[name] > ACTIVATION] == []
-    relative, _ = gradient_errors(gradient(changed), changed)
+    relative, _ = gradient_errors(gradient(changed))
     assert max(relative.values()) > GRADIENT
