@@ -9,13 +9,14 @@ never attended to, so only the positions that a model derives from them could di
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import cv2
 import numpy as np
 
+from somaspeed_jax.data.errors import DataError
 from somaspeed_jax.data.images import check_picture
 from somaspeed_jax.data.normalize import NormalizationError, Normalizer
 from somaspeed_jax.data.stats import FeatureStatistics, StatisticsError
@@ -202,21 +203,38 @@ class MolmoAct2Transform:
         check_picture(image)
         return resize_bilinear(image, self.layout.size)
 
-    def required_prompt_length(self, tasks: Iterable[str]) -> int:
-        """The shortest multiple of 8 that holds the prompt of each of `tasks` with every camera present."""
+    def required_prompt_length(self, tasks: Iterable[str], episodes: Mapping[str, int] | None = None) -> int:
+        """The shortest multiple of 8 that holds the prompt of each of `tasks` with every camera present.
+
+        `episodes` gives an episode of each task, to name in a refusal. Raises DataError when the longest prompt is over
+        `prompt_length`.
+        """
         state = np.zeros(self.state.size, np.float32)  # a state token is one id whatever its number
-        longest = max(len(self._ids(task, state, len(self.cameras))) for task in tasks)
-        return -(-longest // 8) * 8
+        counts = {task: len(self._ids(task, state, len(self.cameras))) for task in tasks}
+        if not counts:
+            raise DataError("molmoact2: no task to find a prompt length for")
+        longest = max(counts, key=lambda task: counts[task])
+        try:
+            self._check_length(longest, counts[longest])
+        except DataError as error:
+            raise DataError(f"episode {(episodes or {}).get(longest, '?')}: {error}") from error
+        return min(-(-counts[longest] // 8) * 8, self.prompt_length)
 
     def __call__(self, record: Record) -> Sample:
-        """A training sample: `observation` with `actions` [t, A] and `action_mask` [t, A]."""
+        """A training sample: `observation` with `actions` [t, A] and `action_mask` [t, A].
+
+        Raises DataError naming episode and frame for what cannot be used, as `observation` does.
+        """
         actions, is_pad = record["actions"], record["action_is_pad"]
         expected = (self.horizon, self.action.size)
         if actions.shape != expected:
-            raise ValueError(f"record {record['index']}: actions of shape {actions.shape}; expected {expected}")
+            raise DataError(f"{_where(record)}: actions of shape {actions.shape}; expected {expected}")
         sample = self.observation(record)
         padded = np.zeros((self.horizon, self.action_dim), np.float32)
-        padded[:, : self.action.size] = self.action.normalise(actions)
+        try:
+            padded[:, : self.action.size] = self.action.normalise(actions)
+        except NormalizationError as error:
+            raise DataError(f"{_where(record)}: {error}") from error
         counted = np.ones(self.horizon, bool) if self.behaviour == "head" else ~is_pad
         sample["actions"] = padded
         sample["action_mask"] = counted[:, None] & (np.arange(self.action_dim) < self.action.size)
@@ -224,14 +242,20 @@ class MolmoAct2Transform:
 
     def observation(self, record: Record) -> Sample:
         """A sample without actions. A camera whose entry in `record["images"]` is None is absent from that sample."""
-        state = record["state"] if self.frame is None else self.frame.to_model(record["state"])
-        images, present = self._images(record["images"])
-        tokens, token_mask = self._tokens(record, self.state.normalise(state), int(present.sum()))
+        try:
+            state = record["state"] if self.frame is None else self.frame.to_model(record["state"])
+            images, present = self._images(record["images"])
+            ids = self._ids(record["task"], self.state.normalise(state), int(present.sum()))
+            self._check_length(record["task"], len(ids))
+        except ValueError as error:
+            raise DataError(f"{_where(record)}: {error}") from error
+        tokens = np.full(self.prompt_length, self.tokenizer.pad_id, np.int32)
+        tokens[self.prompt_length - len(ids) :] = ids
         return {
             "images": images,
             "image_mask": present,
             "tokens": tokens,
-            "token_mask": token_mask,
+            "token_mask": np.arange(self.prompt_length) >= self.prompt_length - len(ids),
             "state": np.zeros(self.state.size, np.float32),  # the state is in the prompt
             "embodiment": np.int32(0),
             "index": np.int32(record["index"]),
@@ -245,7 +269,7 @@ class MolmoAct2Transform:
     def _images(self, images: dict[str, Any]) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
         missing = [camera for camera in self.cameras if camera not in images]
         if missing:
-            raise ValueError(f"molmoact2: no camera {', '.join(missing)}; the record has {', '.join(sorted(images))}")
+            raise DataError(f"no camera {', '.join(missing)}; the record has {', '.join(sorted(images))}")
         pictures = []
         for camera in self.cameras:
             picture = images[camera]
@@ -253,7 +277,7 @@ class MolmoAct2Transform:
                 picture = np.zeros((*self.layout.size, 3), np.uint8)
             check_picture(picture, camera)
             if picture.shape[:2] != self.layout.size:
-                raise ValueError(
+                raise DataError(
                     f"camera {camera}: picture of {picture.shape[:2]}, prepare_image makes {self.layout.size}"
                 )
             pictures.append(picture)
@@ -263,13 +287,14 @@ class MolmoAct2Transform:
         text = self.prompt.text(task, state, pictures).replace(IMAGE, self.layout.text, pictures)
         return self.tokenizer.encode(text, bos=True)
 
-    def _tokens(self, record: Record, state: np.ndarray, pictures: int) -> tuple[np.ndarray, np.ndarray]:
-        ids = self._ids(record["task"], state, pictures)
-        if len(ids) > self.prompt_length:
-            raise ValueError(
-                f"episode {record.get('episode_index')}: the prompt of task {record['task'][:80]!r} has {len(ids)} "
-                f"tokens, the limit is {self.prompt_length}. Raise prompt_length or shorten the task"
+    def _check_length(self, task: str, count: int) -> None:
+        if count > self.prompt_length:
+            shown = task if len(task) <= 80 else f"{task[:77]}..."
+            raise DataError(
+                f"the prompt of task {shown!r} has {count} tokens, the limit is {self.prompt_length}; shorten the task "
+                "or raise data.prompt_length"
             )
-        tokens = np.full(self.prompt_length, self.tokenizer.pad_id, np.int32)
-        tokens[self.prompt_length - len(ids) :] = ids
-        return tokens, np.arange(self.prompt_length) >= self.prompt_length - len(ids)
+
+
+def _where(record: Record) -> str:
+    return f"episode {record.get('episode_index', '?')}, frame {record.get('frame_index', '?')}"

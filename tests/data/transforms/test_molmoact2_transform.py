@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from somaspeed_jax.data.errors import DataError
 from somaspeed_jax.data.normalize import NormalizationError
 from somaspeed_jax.data.stats import FeatureStatistics, StatisticsError
 from somaspeed_jax.data.tokenizers import load_tokenizer
@@ -244,20 +245,24 @@ def test_pickles(upstream, tokenizer):
 def test_refusals(upstream, tokenizer):
     transform = make(upstream, tokenizer)
     row = record(upstream, 0, transform)
-    with pytest.raises(ValueError, match=r"no camera wrist; the record has front"):
+    with pytest.raises(DataError, match=r"episode 0, frame 0: no camera wrist; the record has front"):
         transform.observation(row | {"images": {"front": row["images"]["front"]}})
-    with pytest.raises(ValueError, match=r"camera front: picture of \(120, 160\), prepare_image makes \(84, 84\)"):
+    with pytest.raises(
+        DataError, match=r"episode 0, frame 0: camera front: picture of \(120, 160\), prepare_image makes \(84, 84\)"
+    ):
         transform.observation(row | {"images": row["images"] | {"front": upstream["raw/image_front"][0]}})
     long = row | {"task": "word " * 5000}
-    with pytest.raises(ValueError, match=r"episode 0: the prompt of task 'word .* tokens, the limit is 240"):
+    with pytest.raises(DataError, match=r"episode 0, frame 0: the prompt of task 'word .* tokens, the limit is 240"):
         transform.observation(long)
+    with pytest.raises(DataError, match=r"episode 7: the prompt of task 'word .* tokens, the limit is 240"):
+        transform.required_prompt_length(["go", long["task"]], {long["task"]: 7})
     loud = row["actions"].copy()
     loud[0, 6] = 1.5
-    with pytest.raises(NormalizationError, match=r"dimension 6 \(gripper.pos\).*normalize_gripper"):
+    with pytest.raises(DataError, match=r"episode 0, frame 0: action: dimension 6 \(gripper.pos\).*normalize_gripper"):
         transform(row | {"actions": loud})
     with pytest.raises(ValueError, match=r"actions of 7 dimensions, the model has 4"):
         make(upstream, tokenizer, action_dim=4)
-    with pytest.raises(ValueError, match=r"actions of shape \(5, 7\); expected \(6, 7\)"):
+    with pytest.raises(DataError, match=r"episode 0, frame 0: actions of shape \(5, 7\); expected \(6, 7\)"):
         transform(row | {"actions": row["actions"][:5]})
     with pytest.raises(ValueError, match="behaviour is 'new'"):
         make(upstream, tokenizer, behaviour="new")
