@@ -9,9 +9,10 @@ import bisect
 import dataclasses
 import os
 import threading
+from array import array
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -22,6 +23,9 @@ from somaspeed_jax.data.layout import check_file
 
 # Going back to a key frame throws away what the decoder holds, which costs about as much as decoding this many frames.
 SEEK_COST = 8
+
+OPEN_PIXELS = 64e6  # of all open files' pictures together: a decoder holds some ten pictures, 1.5 bytes a pixel
+KEPT_TIMES = 4_000_000  # times of pictures kept of files that were closed, 8 bytes each
 
 DECODERS = {"libdav1d": "av1", "libaom-av1": "av1"}  # decoders that are not called by their codec's name
 
@@ -49,7 +53,7 @@ def probe_video(path: Path) -> VideoInfo:
         # The header counts pictures that an edit list cuts away, and only mp4 headers count at all: then count packets.
         certain = stream.frames and abs(shown - stream.frames) < 0.5
         return VideoInfo(
-            frames=stream.frames if certain else len(_index(container, stream, path)[0]),
+            frames=stream.frames if certain else len(_index(container, stream, path).times),
             rate=rate,
             codec=codec_name(stream),
             width=stream.codec_context.width,
@@ -103,8 +107,15 @@ def _open(path: Path) -> tuple[Any, Any]:
     return container, stream
 
 
-def _index(container: Any, stream: Any, path: Path) -> tuple[list[int], list[int], list[int]]:
-    """(times of all pictures shown, times of key frames, decode times of those key frames), the first two sorted."""
+class Index(NamedTuple):
+    """Sorted times of all pictures shown and of the key frames, and when those are decoded; 64-bit integers."""
+
+    times: array
+    key_times: array
+    key_decode_times: array
+
+
+def _index(container: Any, stream: Any, path: Path) -> Index:
     times, keys = [], []
     try:
         for packet in container.demux(stream):
@@ -123,18 +134,23 @@ def _index(container: Any, stream: Any, path: Path) -> tuple[list[int], list[int
     if not times or not keys:
         raise DataError(f"{path}: holds no picture or no key frame ({codec_name(stream)}).")
     keys.sort()
-    return sorted(times), [pts for pts, _ in keys], [dts for _, dts in keys]
+    return Index(array("q", sorted(times)), array("q", (pts for pts, _ in keys)), array("q", (dts for _, dts in keys)))
 
 
 class VideoFile:
-    """One open video file. Safe to call from several threads, one of which decodes at a time."""
+    """One open video file. Safe to call from several threads, one of which decodes at a time.
 
-    def __init__(self, path: str | Path):
+    `index`: what `index` was of the same file when it was open before, which saves reading all its packets again.
+    """
+
+    def __init__(self, path: str | Path, index: Index | None = None):
         self.path = Path(path)
         check_file(self.path)
         self._container, self._stream = _open(self.path)
         self.codec = codec_name(self._stream)
-        self._times, self._key_times, self._key_decode_times = _index(self._container, self._stream, self.path)
+        self.pixels = self._stream.codec_context.width * self._stream.codec_context.height
+        self.index = index or _index(self._container, self._stream, self.path)
+        self._times, self._key_times, self._key_decode_times = self.index
         self._lock = threading.Lock()
         self._reformatter = VideoReformatter()
         self._decoded: Any = None  # iterator over pictures, where the decoder stands
@@ -185,14 +201,19 @@ class VideoFile:
 
 
 class VideoPool:
-    """The video files last used, kept open. Pickles without them, and opens its own after a fork."""
+    """The video files last used, kept open. Pickles without them, and opens its own after a fork.
 
-    def __init__(self, capacity: int = 32):
+    At most `capacity` files are open, fewer where their pictures are large. Of a file that was closed the index is
+    kept, so that coming back to it costs opening it alone.
+    """
+
+    def __init__(self, capacity: int = 128):
         self.capacity = capacity
         self._reset()
 
     def _reset(self) -> None:
         self._files: OrderedDict[Path, VideoFile] = OrderedDict()
+        self._closed: OrderedDict[Path, Index] = OrderedDict()
         self._lock = threading.Lock()
         self._process = os.getpid()
 
@@ -204,14 +225,22 @@ class VideoPool:
         self._reset()
 
     def open(self, path: Path) -> VideoFile:
-        """The open file at `path`; the one used longest ago is closed when there are too many."""
+        """The open file at `path`; those used longest ago are closed when there are too many."""
         if self._process != os.getpid():  # a forked child shares its parent's file positions
             self._reset()
         with self._lock:
             file = self._files.get(path)
             if file is None:
-                file = self._files[path] = VideoFile(path)
-                if len(self._files) > self.capacity:
-                    self._files.popitem(last=False)  # closed once no thread decodes from it
+                file = self._files[path] = VideoFile(path, self._closed.pop(path, None))
+                self._make_room()
             self._files.move_to_end(path)
             return file
+
+    def _make_room(self) -> None:
+        while len(self._files) > self.capacity or (
+            len(self._files) > 1 and sum(file.pixels for file in self._files.values()) > OPEN_PIXELS
+        ):
+            path, file = self._files.popitem(last=False)  # closed once no thread decodes from it
+            self._closed[path] = file.index
+        while sum(len(index.times) for index in self._closed.values()) > KEPT_TIMES:
+            self._closed.popitem(last=False)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from recordings import SIDE, number_in, picture, write_video
 
+from somaspeed_jax.data import video
 from somaspeed_jax.data.errors import DataError
 from somaspeed_jax.data.video import VideoFile, VideoPool, probe_video
 
@@ -164,6 +165,37 @@ def test_the_pool_keeps_few_files_open_and_survives_pickling_and_forks(tmp_path)
     with multiprocessing.get_context("fork").Pool(1) as workers:
         assert workers.apply(_read_in_child, (paths[2],)) == 23
     assert number_in(pool.open(paths[2]).frame(0)) == 20
+
+
+def test_a_file_opened_again_is_not_indexed_again(tmp_path, monkeypatch):
+    paths = [tmp_path / f"{n}.mp4" for n in range(4)]
+    for n, path in enumerate(paths):
+        write_video(path, range(10 * n, 10 * n + 4), fps=10, group=4, b_frames=2)
+    indexed, index = [], video._index
+    monkeypatch.setattr(video, "_index", lambda c, s, path: indexed.append(path) or index(c, s, path))
+    pool = VideoPool(capacity=2)
+    for _ in range(3):
+        assert [number_in(pool.open(path).frame(2)) for path in paths] == [2, 12, 22, 32]
+    assert indexed == paths
+    assert set(pool._closed).isdisjoint(pool._files) and len(pool._files) == 2
+
+    # indices of closed files are bounded too: two of four pictures each fit, the one closed longest ago goes
+    monkeypatch.setattr(video, "KEPT_TIMES", 8)
+    pool = VideoPool(capacity=1)
+    for path in paths:
+        pool.open(path)
+    assert list(pool._closed) == paths[1:3]
+
+
+def test_large_pictures_leave_fewer_files_open(tmp_path, monkeypatch):
+    paths = [tmp_path / f"{n}.mp4" for n in range(4)]
+    for path in paths:
+        write_video(path, range(2), fps=10)
+    monkeypatch.setattr(video, "OPEN_PIXELS", 2 * SIDE * SIDE)
+    pool = VideoPool()
+    for path in paths:
+        pool.open(path)
+    assert list(pool._files) == paths[2:]
 
 
 def _read_in_child(path):
