@@ -22,10 +22,11 @@ from somaspeed_jax.scaling.workload import (
     Robot,
     Stage,
     abstract_batch,
+    by_stage,
+    gradient_products,
     learner_state,
     robot_facts,
     sample_shapes,
-    stage_flops,
     train_step,
 )
 from somaspeed_jax.xla_flags import OPTIONS
@@ -139,7 +140,8 @@ def make_plan(config: Config, robot: Robot, gpu: str, devices: Sequence[Any], co
     learner = make_learner(config, facts, list(devices))
     prepare = recipe.prepare(config, facts)
     sample = sample_shapes(config, facts, robot.picture)
-    stages = stage_flops(config, learner, prepare, sample)
+    work = gradient_products(config, learner, prepare, sample)
+    stages = by_stage(work, len(devices))
     batch = abstract_batch(
         sample,
         learner.global_batch,
@@ -169,7 +171,7 @@ def make_plan(config: Config, robot: Robot, gpu: str, devices: Sequence[Any], co
         stages=stages,
         model_flops_per_sample=model_flops,
         program_flops_per_sample=program.flops * count / samples,
-        largest_dimension=flops.largest_dimension(program.products),
+        largest_dimension=flops.largest_dimension(work),
         launches=sum(kernel.count for kernel in program.kernels),
         collectives=sum_collectives(program),
         predictions=tuple(

@@ -1,6 +1,7 @@
 """One training step as shapes: what a plan compiles and what FLOPs are counted of, without data, weights or devices."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -157,10 +158,17 @@ class Stage:
 
 
 def stage_flops(config: Config, learner: Learner, prepare: Prepare, sample: dict[str, Any]) -> dict[str, Stage]:
-    """FLOPs a sample of each of STAGES, from the jaxpr of the loss and its gradient; takes a second or two.
+    """FLOPs a sample of each of STAGES; takes a second or two.
 
     The optimiser has no products. Model FLOPs, the ground of MFU, are forward and backward without recomputation.
     """
+    return by_stage(gradient_products(config, learner, prepare, sample), learner.layout.mesh.size)
+
+
+def gradient_products(
+    config: Config, learner: Learner, prepare: Prepare, sample: dict[str, Any]
+) -> list[flops.Product]:
+    """Products of the loss and its gradient for one sample a device, from the jaxpr, under the names of STAGES."""
     policy, times = learner.policy, config.flow.times
     rows = learner.layout.mesh.size  # one a device: the fewest that the layout can split
     state = learner_state(config, learner)
@@ -176,11 +184,15 @@ def stage_flops(config: Config, learner: Learner, prepare: Prepare, sample: dict
             staged, observation, batch.actions, batch.action_mask, batch.weight, noise, time, keys
         ).numerator
 
-    found = flops.products(jax.value_and_grad(loss), state.trainable, state.frozen, batch, noise, time, keys)
+    return flops.products(jax.value_and_grad(loss), state.trainable, state.frozen, batch, noise, time, keys)
+
+
+def by_stage(found: Iterable[flops.Product], samples: int) -> dict[str, Stage]:
+    """FLOPs a sample of each of STAGES, of the products of `samples` samples."""
     table = {stage: {"forward": 0.0, "backward": 0.0, "recomputation": 0.0} for stage in STAGES}
     for product in found:
         stage = next((s for s in STAGES if f"stage.{s}" in product.scope), "expert")
-        table[stage][_pass(product.scope)] += product.total / rows
+        table[stage][_pass(product.scope)] += product.total / samples
     return {stage: Stage(**values) for stage, values in table.items()}
 
 
