@@ -11,6 +11,7 @@ import numpy as np
 from somaspeed_jax import recipes
 from somaspeed_jax.assemble import DTYPES, Data, Learner
 from somaspeed_jax.config import Config, to_json
+from somaspeed_jax.data.normalize import Normalizer
 from somaspeed_jax.metrics import MetricsWriter, duration
 from somaspeed_jax.models.layers.param import ParamSpec, Runtime
 from somaspeed_jax.scaling.flops import count_flops
@@ -40,6 +41,12 @@ def size(n: float) -> str:
     return ""
 
 
+def near_constant(transform: Any) -> list[str]:
+    """A line for each dimension that hardly moves, from all normalisers that a transform holds."""
+    held = [part for value in vars(transform).values() for part in (value if isinstance(value, tuple) else (value,))]
+    return [line for part in held if isinstance(part, Normalizer) for line in part.report()]
+
+
 def print_start(
     metrics: MetricsWriter,
     config: Config,
@@ -61,9 +68,8 @@ def print_start(
         say(f"              {line}")
     if data.validation is not None:
         say(f"held out      {len(data.validation.episodes)} episodes, {len(data.validation)} records")
-    for name in ("state_normalizer", "action_normalizer"):
-        for constant in getattr(getattr(transform, name, None), "near_constant", ()):
-            say(f"note          {name.split('_')[0]} dimension {constant}: hardly moves")
+    for line in near_constant(transform):
+        say(f"note          {line}")
     kind = jax.devices()[0].device_kind
     say(
         f"mesh          replica {mesh.shape['replica']} x fsdp {mesh.shape['fsdp']} = {mesh.size} x {kind}, "
