@@ -41,14 +41,8 @@ def build(model_config: model.MolmoAct2Config, runtime: Runtime) -> model.MolmoA
 
 def statistics(config: Config, dataset: LeRobotDataset) -> dict[str, stats.FeatureStatistics]:
     _refuse_relative(config)
-    return {
-        "state": stats.compute(
-            dataset.numeric(config.data.state_key), dataset.state_names, feature=config.data.state_key
-        ),
-        "action": stats.compute(
-            dataset.numeric(config.data.action_key), dataset.action_names, feature=config.data.action_key
-        ),
-    }
+    found = stats.of_dataset(dataset)
+    return {"state": found[dataset.state_key], "action": found[dataset.action_key]}
 
 
 def facts(config: Config, dataset: LeRobotDataset, tokenizer: Tokenizer, statistics: Statistics) -> Facts:

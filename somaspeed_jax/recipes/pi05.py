@@ -4,8 +4,6 @@ import dataclasses
 import functools
 from typing import Any, Literal, cast
 
-import numpy as np
-
 from somaspeed_jax.augment import pi05 as augmentation
 from somaspeed_jax.config import Config, ConfigError
 from somaspeed_jax.data import stats
@@ -44,25 +42,11 @@ def build(model_config: model.Pi05Config, runtime: Runtime) -> model.Pi05:
 
 
 def statistics(config: Config, dataset: LeRobotDataset) -> dict[str, stats.FeatureStatistics]:
-    state = dataset.numeric(config.data.state_key)
-    actions = dataset.numeric(config.data.action_key)
-    computed = {"state": stats.compute(state, dataset.state_names, feature=config.data.state_key)}
+    relative = None
     if config.data.relative_actions:
-        reference = np.zeros_like(actions)
-        shared = min(state.shape[1], actions.shape[1])
-        reference[:, :shared] = state[:, :shared]
-        computed["action"] = stats.compute_relative(
-            actions,
-            reference,
-            np.concatenate([np.full(episode.length, episode.index) for episode in dataset.episodes]),
-            horizon(config),
-            dataset.action_names,
-            mask=relative_mask(dataset.action_names, config.data.relative_exclude),
-            feature=config.data.action_key,
-        )
-    else:
-        computed["action"] = stats.compute(actions, dataset.action_names, feature=config.data.action_key)
-    return computed
+        relative = relative_mask(dataset.action_names, config.data.relative_exclude)
+    found = stats.of_dataset(dataset, relative=relative)
+    return {"state": found[dataset.state_key], "action": found[dataset.action_key]}
 
 
 def facts(config: Config, dataset: LeRobotDataset, tokenizer: Tokenizer, statistics: Statistics) -> Facts:
