@@ -62,8 +62,7 @@ def open_data(config: Config) -> Data:
     validation = None
     if config.data.holdout:
         kept, held_out = split_episodes([e.index for e in train.episodes], config.data.holdout, config.seed)
-        train = LeRobotDataset(path, episodes=kept, **options)
-        validation = LeRobotDataset(path, episodes=held_out, **options)
+        train, validation = train.subset(kept), train.subset(held_out)
     tokenizer = load_tokenizer(tokenizer_source(config, recipe), recipe.TOKENIZER)  # pyright: ignore[reportArgumentType]
     statistics = read_statistics(config, recipe, train)
     return Data(train, validation, statistics, tokenizer, recipe.facts(config, train, tokenizer, statistics))

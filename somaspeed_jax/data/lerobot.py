@@ -6,6 +6,7 @@ are decoded when asked for.
 """
 
 import collections
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -103,7 +104,7 @@ class LeRobotDataset:
 
         self.path = layout.root
         self.version = layout.version
-        self.horizon = horizon
+        self.horizon, self.tail = horizon, tail
         self.features = layout.features
         self.modality = layout.modality
         self.cameras = choose_cameras(layout, cameras, stored, chosen, notes)
@@ -129,12 +130,32 @@ class LeRobotDataset:
             if layout.features[camera].dtype == "image":  # that the column holds pictures, not just their paths
                 PictureColumns().picture(places[0].path, camera, places[0].row)
         self._prompts, self._prompt_of_row = _prompts(layout, places, columns, task_column, default_task, notes)
-        self.tasks = tuple(sorted(self._prompts[i] for i in np.unique(self._prompt_of_row)))
-
-        self.episodes, self.coverage = _cover(places, horizon, tail)
-        self._record_ends = np.cumsum([episode.usable for episode in self.episodes])
+        self._list_records()
         self._notes = tuple(notes)
         self._videos, self._pictures = VideoPool(), PictureColumns()
+
+    def _list_records(self) -> None:
+        """What follows from the episodes held: their records, and the prompts that occur."""
+        self.tasks = tuple(sorted(self._prompts[i] for i in np.unique(self._prompt_of_row)))
+        self.episodes, self.coverage = _cover(self._places, self.horizon, self.tail)
+        self._record_ends = np.cumsum([episode.usable for episode in self.episodes])
+
+    def subset(self, episodes: Sequence[int]) -> "LeRobotDataset":
+        """The same dataset with some of its episodes: what opening it with these would give, without reading or
+        checking anything again. Raises DataError for episodes that it does not hold, or that give no sample."""
+        held = list(self._place_of)
+        if not episodes or not set(episodes) <= set(held):
+            raise DataError(f"{self.path}: asked for episodes {list(episodes)} of those opened, {held}.")
+        part = copy.copy(self)
+        part.__dict__.pop("fingerprint", None)  # of these episodes: computed when asked for
+        part._places = [place for place in self._places if place.episode in set(episodes)]
+        part._place_of = {place.episode: place for place in part._places}
+        kept = np.concatenate([np.arange(r.start, r.stop) for e, r in self.episode_rows.items() if e in part._place_of])
+        part._values = {key: values[kept] for key, values in self._values.items()}
+        part._prompt_of_row = self._prompt_of_row[kept]
+        part._spans = {key: span for key, span in self._spans.items() if key[1] in part._place_of}
+        part._list_records()
+        return part
 
     def __len__(self) -> int:
         """Number of records: (episode, frame) pairs at which a chunk may start."""

@@ -297,6 +297,23 @@ def test_an_unknown_task_number_is_refused_and_a_missing_list_falls_back(tmp_pat
     assert LeRobotDataset(tmp_path, horizon=H, default_task="wave")[7]["task"] == "wave"
 
 
+@pytest.mark.parametrize("stored_as", ["video", "image"])
+def test_a_subset_is_what_opening_those_episodes_gives(stored_as, tmp_path):
+    write_dataset(tmp_path, LENGTHS, stored_as=stored_as, episodes_a_data_file=3)
+    whole = LeRobotDataset(tmp_path, horizon=H, tail="drop")
+    fingerprint, records = whole.fingerprint, len(whole)
+    part, opened = whole.subset([3, 1]), LeRobotDataset(tmp_path, horizon=H, tail="drop", episodes=[1, 3])
+    assert len(part) == len(opened) and part.coverage == opened.coverage and part.tasks == opened.tasks
+    assert part.episodes == opened.episodes and part.fingerprint == opened.fingerprint != fingerprint
+    for key in ("observation.state", "action", "timestamp"):
+        np.testing.assert_array_equal(part.numeric(key), opened.numeric(key))
+    for index in range(len(opened)):
+        np.testing.assert_equal(part[index], opened[index])
+    assert (whole.fingerprint, len(whole)) == (fingerprint, records)
+    with pytest.raises(DataError, match=r"asked for episodes \[0, 1\] of those opened, \[1, 3\]"):
+        part.subset([0, 1])
+
+
 @pytest.mark.parametrize("holdout", [0.1, 0.34, 0.9])
 def test_U10_a_split_is_disjoint_complete_and_stable(holdout):
     train, held_out = split_episodes(17, holdout, seed=3)
