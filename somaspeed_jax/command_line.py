@@ -1,6 +1,7 @@
 """The command line of the trainer: a configuration file, overrides, a working directory. No jax is imported here."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         "config", None, "configs/<model>.py, or configs/<model>.py:<variant>", flag_values=values, sys_argv=line
     )
     flags.DEFINE_string("workdir", "", "where the run lives (default: runs/<model>-<variant>)", flag_values=values)
+    _find_configs(_values_of("config", argv))
     try:
         rest = values(line)[1:]
     except ConfigError:
@@ -56,6 +58,14 @@ def _values_of(option: str, argv: Sequence[str]) -> list[str]:
     """Values given to `--option value` or `--option=value`."""
     found = [a.split("=", 1)[1] for a in argv if a.startswith(f"--{option}=")]
     return found + [argv[i + 1] for i, a in enumerate(argv[:-1]) if a == f"--{option}"]
+
+
+def _find_configs(files: list[str]) -> None:
+    """Lets configuration files import each other (`from configs.base import ...`) from any working directory."""
+    for file in files:
+        root = Path(file.split(":")[0]).resolve().parent.parent
+        if (root / "configs" / "base.py").is_file() and str(root) not in sys.path:
+            sys.path.insert(0, str(root))
 
 
 def _run_name(config: str) -> str:

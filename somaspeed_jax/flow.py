@@ -86,6 +86,8 @@ def flow_loss(
     dropout = None if keys is None else purpose(keys, DROPOUT)
     context = policy.encode(observation, dropout)
     memory = policy.condition(context, observation, dropout)
+    if hide_steps := getattr(policy, "mask_steps", None):  # a model whose uncounted steps are hidden from the others
+        memory = hide_steps(memory, jnp.any(action_mask, axis=-1))
     velocity = policy.velocity(memory, x, network_time(spec, time), dropout)
 
     counted = (action_mask[:, None] * weight[:, None, None, None]).astype(jnp.float32)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from somaspeed_jax.assemble import Learner
+from somaspeed_jax.config import Config
 from somaspeed_jax.flow import (
     AUGMENT,
     LossTerms,
@@ -131,6 +133,23 @@ def make_train_step(
         return kept, Metrics(loss, norm, jnp.asarray(rate(state.step), jnp.float32), healthy, norms)
 
     return step
+
+
+def jit_train_step(config: Config, learner: Learner, prepare: Prepare) -> Any:
+    """The training step of a run, jitted: the state is donated and stays on its shardings."""
+    step = make_train_step(
+        learner.policy,
+        prepare,
+        learner.optimizer,
+        learner.rate,
+        learner.groups,
+        learner.layout,
+        seed=config.seed,
+        times=config.flow.times,
+        accumulation=learner.accumulation,
+        ema_decay=config.ema.decay,
+    )
+    return jax.jit(step, donate_argnums=0, out_shardings=(learner.shardings, learner.layout.replicated))
 
 
 def make_validation_step(policy: Any, prepare: Prepare, *, seed: int, times: int) -> Callable:

@@ -23,7 +23,7 @@ from somaspeed_jax.metrics import MetricsWriter, StepClock
 from somaspeed_jax.recipes import Recipe
 from somaspeed_jax.scaling.devices import mfu
 from somaspeed_jax.state import TrainState, abstract_state, create_state
-from somaspeed_jax.step import Batch, Metrics, make_train_step
+from somaspeed_jax.step import Batch, Metrics, jit_train_step
 from somaspeed_jax.validation import Validation
 
 STOPPED = 75  # exit status after SIGTERM or SIGINT: saved, and worth starting again (EX_TEMPFAIL)
@@ -67,22 +67,7 @@ def train(config: Config, workdir: Path, console: Console | None = None) -> Outc
             (workdir / "config.json").write_text(to_json(config))
         report.print_start(metrics, config, learner, data, transform, prepare, state, changes)
 
-        step_fn = jax.jit(
-            make_train_step(
-                learner.policy,
-                prepare,
-                learner.optimizer,
-                learner.rate,
-                learner.groups,
-                learner.layout,
-                seed=config.seed,
-                times=config.flow.times,
-                accumulation=learner.accumulation,
-                ema_decay=config.ema.decay,
-            ),
-            donate_argnums=0,
-            out_shardings=(learner.shardings, learner.layout.replicated),
-        )
+        step_fn = jit_train_step(config, learner, prepare)
         validation = Validation(config, learner, data, transform, prepare)
         batches = open_batches(config, data, transform, learner.global_batch, first)
         tracing, began = profile_range(config), time.monotonic()

@@ -57,12 +57,16 @@ def facts(config: Config, dataset: LeRobotDataset, tokenizer: Tokenizer, statist
         state_names=tuple(dataset.state_names),
         action_names=tuple(dataset.action_names),
         fps=float(dataset.fps),
-        prompt_length=config.data.prompt_length,
+        prompt_length=0,
     )
-    if known.prompt_length:
-        return known
     needed = transform(config, known, statistics, tokenizer).required_prompt_length(dataset.tasks)
-    return dataclasses.replace(known, prompt_length=needed)
+    asked = config.data.prompt_length
+    if asked and asked < needed:
+        raise ConfigError(
+            f"config.data.prompt_length: is {asked}, but the longest prompt of this dataset has up to {needed} tokens; "
+            "raise it, or set 0 to take what is needed"
+        )
+    return dataclasses.replace(known, prompt_length=asked or needed)
 
 
 def transform(config: Config, facts: Facts, statistics: Statistics, tokenizer: Tokenizer) -> MolmoAct2Transform:
@@ -122,6 +126,8 @@ def _size(config: Config) -> model.MolmoAct2Config:
     """The checkpoint's own sizes where there is one, else a named size."""
     if config.weights.path:
         values = read_config(find_directory(config.weights.path))
+        if values.get("type") == "molmoact2":  # a folder that LeRobot saved names the checkpoint it started from
+            values = read_config(find_directory(values["checkpoint_path"]))
         if values.get("model_type") == "molmoact2":
             return config_from_json(values, behaviour=_behaviour(config))
     if config.model.size not in model.SIZES:

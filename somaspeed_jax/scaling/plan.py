@@ -27,8 +27,8 @@ from somaspeed_jax.scaling.workload import (
     learner_state,
     robot_facts,
     sample_shapes,
-    train_step,
 )
+from somaspeed_jax.step import jit_train_step
 from somaspeed_jax.xla_flags import OPTIONS
 
 # Shares of the data sheet that long-running programs reach; assumptions, printed with every plan.
@@ -148,7 +148,7 @@ def make_plan(config: Config, robot: Robot, gpu: str, devices: Sequence[Any], co
         accumulation=learner.accumulation,
         sharding=learner.layout.batch(learner.accumulation > 1),
     )
-    compiled = compile_step(train_step(config, learner, prepare), (learner_state(config, learner), batch), compiler)
+    compiled = compile_step(jit_train_step(config, learner, prepare), (learner_state(config, learner), batch), compiler)
     program = hlo.read(compiled.as_text())
     memory = read_memory(config, learner, batch, compiled.memory_analysis(), compiler)
     count = len(devices)

@@ -20,7 +20,7 @@ from somaspeed_jax.models.layers.param import bind
 from somaspeed_jax.recipes import Facts
 from somaspeed_jax.scaling import flops
 from somaspeed_jax.state import TrainState, abstract_state
-from somaspeed_jax.step import Batch, Prepare, make_train_step, observe
+from somaspeed_jax.step import Batch, Prepare, observe
 
 STAGES = ("context", "memory", "expert")
 
@@ -116,26 +116,6 @@ def abstract_batch(sample: dict[str, Any], rows: int, *, accumulation: int = 1, 
 def learner_state(config: Config, learner: Learner) -> TrainState:
     """Shapes, types and shardings of the whole training state."""
     return abstract_state(learner.specs, learner.shardings, learner.optimizer, DTYPES[config.dtype.frozen])
-
-
-def train_step(config: Config, learner: Learner, prepare: Prepare) -> Any:
-    """The training step as the trainer jits it."""
-    return jax.jit(
-        make_train_step(
-            learner.policy,
-            prepare,
-            learner.optimizer,
-            learner.rate,
-            learner.groups,
-            learner.layout,
-            seed=config.seed,
-            times=config.flow.times,
-            accumulation=learner.accumulation,
-            ema_decay=config.ema.decay,
-        ),
-        donate_argnums=0,
-        out_shardings=(learner.shardings, learner.layout.replicated),
-    )
 
 
 class _Staged:

@@ -7,6 +7,7 @@ from somaspeed_jax import recipes
 from somaspeed_jax.assemble import make_learner
 from somaspeed_jax.config import Config, Data, Flow, Mesh, Model, Remat, Tune
 from somaspeed_jax.scaling import flops, workload
+from somaspeed_jax.step import jit_train_step
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +99,7 @@ def test_no_product_is_as_wide_as_a_vocabulary():
     facts = workload.robot_facts(config, robot)
     learner = make_learner(config, facts, jax.devices()[:1])
     sample = workload.sample_shapes(config, facts, robot.picture)
-    step = workload.train_step(config, learner, recipes.get("pi05").prepare(config, facts))
+    step = jit_train_step(config, learner, recipes.get("pi05").prepare(config, facts))
     found = flops.products(step, workload.learner_state(config, learner), workload.abstract_batch(sample, 8))
     assert flops.largest_dimension(found) == learner.model_config.trunk.mlp < learner.model_config.vocabulary
 

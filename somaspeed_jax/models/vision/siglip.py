@@ -1,15 +1,17 @@
 """SigLIP vision tower (big_vision / PaliGemma): patches, learned positions, pre-norm encoder, final norm."""
 
 import dataclasses
+import math
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from somaspeed_jax.models.layers.attention import attend
 from somaspeed_jax.models.layers.linear import Linear
 from somaspeed_jax.models.layers.mlp import Mlp
 from somaspeed_jax.models.layers.norm import LayerNorm
-from somaspeed_jax.models.layers.param import Runtime, normal, param, stack
+from somaspeed_jax.models.layers.param import Runtime, param, stack
 from somaspeed_jax.models.layers.stack import run_stack
 
 
@@ -67,12 +69,27 @@ def patchify(images: jax.Array, patch: int) -> jax.Array:
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(b, (h // patch) * (w // patch), patch * patch * channels)
 
 
+def sincos_positions(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+    """Positions [p, d] of a square grid as sines and cosines of its two coordinates (MoCo v3; big_vision's sincos2d).
+
+    What a new tower starts from: a small model learns where things are several times sooner than from noise.
+    """
+    tokens, width = shape
+    side = math.isqrt(tokens)
+    if side * side != tokens or width % 4:
+        return jax.random.normal(key, shape, dtype) * width**-0.5
+    frequencies = 100.0 ** -(jnp.arange(width // 4) / max(width // 4 - 1, 1))
+    y, x = jnp.meshgrid(jnp.arange(side), jnp.arange(side), indexing="ij")
+    angles = [axis.reshape(-1, 1) * frequencies for axis in (x, y)]
+    return jnp.concatenate([wave(a) for a in angles for wave in (jnp.sin, jnp.cos)], axis=1).astype(dtype)
+
+
 class Siglip(nnx.Module):
     """Pictures to one feature a patch. Patch product and positions are float32, the encoder in the compute type."""
 
     def __init__(self, config: SiglipConfig, runtime: Runtime):
         self.patch = Linear(3 * config.patch**2, config.width, runtime, exact=True)
-        self.position = param((config.tokens, config.width), normal(config.width**-0.5), "vector")
+        self.position = param((config.tokens, config.width), sincos_positions, "vector")
         self.layers = stack(config.depth, SiglipBlock(config, runtime))
         self.norm = LayerNorm(config.width, eps=1e-6)
         self.config, self.runtime = config, runtime
