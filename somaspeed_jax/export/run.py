@@ -16,7 +16,7 @@ from somaspeed_jax.export import lerobot_pi05
 from somaspeed_jax.export.lerobot_pi05 import SideFiles, json_bytes
 from somaspeed_jax.export.saved import SavedArrays
 from somaspeed_jax.initial import FrozenFacts
-from somaspeed_jax.models.weights import pi05
+from somaspeed_jax.models.weights import groot_config, molmoact2_config, pi05
 from somaspeed_jax.models.weights.export import Deltas, Exported, export_weights
 from somaspeed_jax.models.weights.fingerprint import compare, fingerprint, read_fingerprint
 from somaspeed_jax.models.weights.lora import deltas
@@ -84,7 +84,7 @@ def export_run(
         side = lerobot_pi05.lerobot_files(config, learner.model_config, facts, statistics)
         export_prefix = pi05.EXPORT_PREFIX
     else:
-        side, export_prefix = _copied_files(source), prefix
+        side, export_prefix = _copied_files(source) if source else _written_files(config, learner), prefix
     origin = {
         "step": step,
         "values": "moving average" if moving else "raw",
@@ -171,10 +171,14 @@ def _processor_files(workdir: Path) -> dict[str, bytes]:
     return {f"processor/{path.name}": path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
 
-def _copied_files(source: Source | None) -> SideFiles:
+def _written_files(config: Config, learner: Learner) -> SideFiles:
+    """config.json of a run that started from random weights."""
+    write = {"groot": groot_config.config_to_json, "molmoact2": molmoact2_config.config_to_json}[config.model.name]
+    return SideFiles({"config.json": json_bytes(write(learner.model_config))}, [])
+
+
+def _copied_files(source: Source) -> SideFiles:
     """The source's own configuration and tokenizer files."""
-    if source is None:
-        return SideFiles({}, ["no config.json: the run started from random weights, not from upstream's directory"])
     found = [path for path in sorted(source.directory.iterdir()) if path.suffix in COPIED and path.name != INDEX]
     left = [path.name for path in found if path.name in STALE]
     notes = [f"{name} of the source is not copied: the run's own statistics are in processor/" for name in left]
