@@ -23,6 +23,7 @@ BINDING = (
     "tune.preset",
     "tune.trainable",
     "data.path",
+    "data.mixture",
     "data.episodes",
     "data.holdout",
     "data.tail",

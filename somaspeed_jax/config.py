@@ -14,6 +14,8 @@ from typing import Any
 
 import ml_collections
 
+from somaspeed_jax.mixture_config import mixture_faults
+
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message names field, value, expectation and fix."""
@@ -68,6 +70,8 @@ class Tune:
 @dataclasses.dataclass(frozen=True)
 class Data:
     path: str = ""  # LeRobot dataset directory, Hugging Face dataset id, or "demo"
+    mixture: tuple[str, ...] = ()  # several datasets in place of `path`: "PATH*WEIGHT", or "PATH:EMBODIMENT*WEIGHT" for
+    #   groot; each has its own cameras, dimensions and statistics, and its weight's share of the samples
     episodes: tuple[int, ...] = ()  # episodes to use; (): all
     holdout: float = 0.0  # share of the chosen episodes (at least one if > 0) kept for validation, never trained on
     cameras: tuple[str, ...] = ()  # dataset features in the model's camera order; (): all, in the dataset's order
@@ -351,6 +355,7 @@ def _contradictions(config: Config) -> list[str]:
         faults.append(
             "config.stats.source: is 'checkpoint', but config.weights.path is empty: no checkpoint to take it from"
         )
+    faults += mixture_faults(config)
     if config.profile.steps:
         try:
             profile_range(config)

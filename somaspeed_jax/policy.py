@@ -20,6 +20,7 @@ from somaspeed_jax.config import Config
 from somaspeed_jax.data.transforms.base import Transform
 from somaspeed_jax.flow import draw_noise, sample_actions, sample_keys
 from somaspeed_jax.initial import check_frozen, initial_parameters
+from somaspeed_jax.mixture_config import part_config
 from somaspeed_jax.models.layers.param import Params, bind
 from somaspeed_jax.recipes import Facts
 from somaspeed_jax.state import abstract_state
@@ -126,10 +127,13 @@ def picture(image: Any, camera: str) -> np.ndarray:
     )
 
 
-def load_policy(workdir: str | Path, *, step: int | None = None, average: bool = True) -> TrainedPolicy:
+def load_policy(
+    workdir: str | Path, *, step: int | None = None, average: bool = True, dataset: str = ""
+) -> TrainedPolicy:
     """The policy of a run's workdir.
 
-    step: default the newest complete checkpoint. average: the moving average where the run keeps one.
+    step: default the newest complete checkpoint. average: the moving average where the run keeps one. dataset: of a run
+    on a mixture, the one whose cameras, embodiment, units and statistics the robot has.
     Raises CheckpointError or ValueError when there is no such checkpoint or the frozen weights are others.
     """
     workdir = Path(workdir)
@@ -147,7 +151,8 @@ def load_policy(workdir: str | Path, *, step: int | None = None, average: bool =
             batch=dataclasses.replace(config.batch, global_batch=0),
         )
         recipe = recipes.get(config.model.name)
-        statistics, facts, tokenizer = load_processor(workdir, recipe)
+        statistics, facts, tokenizer = load_processor(workdir, recipe, dataset)
+        config = part_config(config, dataset) if dataset else config
         learner = make_learner(config, facts)
         params = _restored(config, learner, checkpoints, step, average)
     transform = recipe.transform(config, facts, statistics, tokenizer)

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from somaspeed_jax import recipes
-from somaspeed_jax.assemble import DTYPES, Data, Learner
+from somaspeed_jax.assemble import DTYPES, Data, Learner, Part
 from somaspeed_jax.config import Config, to_json
+from somaspeed_jax.data.mixture import camera_views
 from somaspeed_jax.data.normalize import Normalizer
 from somaspeed_jax.metrics import MetricsWriter, duration
 from somaspeed_jax.models.layers.param import ParamSpec, Runtime
@@ -47,6 +48,14 @@ def near_constant(transform: Any) -> list[str]:
     return [line for part in held if isinstance(part, Normalizer) for line in part.report()]
 
 
+def views_line(data: Data, part: Part) -> str:
+    """Which camera of a dataset of a mixture fills which view of the model."""
+    views = data.facts.cameras
+    _, filled = camera_views([part.facts.cameras], views)
+    own = dict(zip(filled[0], part.facts.cameras, strict=True))
+    return "views: " + ", ".join(f"{view + 1} {own.get(view, 'absent')}" for view in range(len(views)))
+
+
 def print_start(
     metrics: MetricsWriter,
     config: Config,
@@ -62,14 +71,18 @@ def print_start(
     say(to_json(config))
     for line in changes:
         say(line)
-    train = data.train
-    say(f"data          {train.path}")
-    for line in train.report():
-        say(f"              {line}")
-    if data.validation is not None:
-        say(f"held out      {len(data.validation.episodes)} episodes, {len(data.validation)} records")
-    for line in near_constant(transform):
-        say(f"note          {line}")
+    whole = sum(part.weight for part in data.parts)
+    for part, part_transform in zip(data.parts, getattr(transform, "transforms", [transform]), strict=True):
+        share = f" ({part.name}: {part.weight / whole:.1%} of the samples)" if part.name else ""
+        say(f"data          {part.train.path}{share}")
+        for line in part.train.report():
+            say(f"              {line}")
+        if part.name:
+            say(f"              {views_line(data, part)}")
+        if part.validation is not None:
+            say(f"held out      {len(part.validation.episodes)} episodes, {len(part.validation)} records")
+        for line in near_constant(part_transform):
+            say(f"note          {line}")
     kind = jax.devices()[0].device_kind
     say(
         f"mesh          replica {mesh.shape['replica']} x fsdp {mesh.shape['fsdp']} = {mesh.size} x {kind}, "
@@ -80,8 +93,9 @@ def print_start(
         f"= {learner.global_batch} samples a step, {config.flow.times} flow times each"
     )
     prompt, views = data.facts.prompt_length, len(data.facts.cameras)
+    dims = " or ".join(dict.fromkeys(str(len(part.facts.action_names)) for part in data.parts))
     say(f"sample        {views} pictures ({', '.join(data.facts.cameras)}), {prompt} prompt tokens, "
-        f"{learner.policy.horizon} actions of {len(data.facts.action_names)} dimensions")  # fmt: skip
+        f"{learner.policy.horizon} actions of {dims} dimensions")  # fmt: skip
     trains, frozen = count(learner.specs, learner.trainable), count(learner.specs, learner.frozen)
     say(f"parameters    {trains:,} trainable in {len(learner.trainable)} arrays, {frozen:,} frozen")
     held = {
@@ -109,7 +123,7 @@ def print_start(
         trainable=trains,
         frozen=frozen,
         bytes_per_device=held,
-        records=len(train),
+        records=len(data.train),
     )
 
 
@@ -197,6 +211,7 @@ def first_batch_sheet(workdir: Path, rows: dict[str, Any], data: Data, *, active
     figure, axes = plt.subplots(shown, views + 1, figsize=(3 * (views + 1.4), 2.9 * shown), squeeze=False)
     for i in range(shown):
         record = data.train.record(int(rows["index"][i]), images=False)
+        names = data.parts[record.get("dataset", 0)].facts.action_names
         for c in range(views):
             axes[i, c].imshow(rows["images"][c][i])
             axes[i, c].set_axis_off()
@@ -205,12 +220,11 @@ def first_batch_sheet(workdir: Path, rows: dict[str, Any], data: Data, *, active
         axes[i, 0].text(
             0, -0.02, f"{record['task'][:70]}\nstate {state}", transform=axes[i, 0].transAxes, fontsize=7, va="top"
         )
-        real = len(data.facts.action_names)
-        for d in range(real):
-            axes[i, views].plot(rows["actions"][i][:, d], label=data.facts.action_names[d], linewidth=1)
+        for d, name in enumerate(names):
+            axes[i, views].plot(rows["actions"][i][:, d], label=name, linewidth=1)
         axes[i, views].set_title(f"record {int(rows['index'][i])}: normalised actions", fontsize=8)
         axes[i, views].tick_params(labelsize=6)
-        if real <= 8:
+        if len(names) <= 8:
             axes[i, views].legend(fontsize=5)
     figure.tight_layout()
     figure.savefig(workdir / "first_batch.png", dpi=110)

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.getLogger("somaspeed_jax").setLevel(logging.INFO)
     from somaspeed_jax.policy import load_policy  # starts jax
 
-    server = make_server(load_policy(options.run), options)
+    server = make_server(load_policy(options.run, dataset=options.dataset), options)
     print(f"warming up, then listening on ws://{options.host}:{options.port}", flush=True)
     asyncio.run(run_until_stopped(server, options.host, options.port))
     print(server.metrics.table(), flush=True)
@@ -70,6 +70,7 @@ def make_server(policy: "TrainedPolicy", options: argparse.Namespace) -> PolicyS
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("somaspeed_jax.serve", description="A websocket server for a trained policy.")
     made.add_argument("run", help="the workdir of a run that has saved")
+    made.add_argument("--dataset", default="", help="which dataset of a mixture the robot is of")
     made.add_argument("--host", default="127.0.0.1", help="any other needs SOMASPEED_TOKEN (default: %(default)s)")
     made.add_argument("--port", type=int, default=8000)
     made.add_argument("--max_batch", type=int, default=8, help="observations answered together, a power of two")

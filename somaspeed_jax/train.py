@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Console
 
 from somaspeed_jax import recipes, report
-from somaspeed_jax.assemble import DTYPES, Learner, make_learner, open_data, save_processor
-from somaspeed_jax.batches import open_batches
+from somaspeed_jax.assemble import DTYPES, Data, Learner, make_learner, make_transform, open_data, save_processor
+from somaspeed_jax.batches import make_order, open_batches, samples_drawn
 from somaspeed_jax.checkpoint import Checkpoints, check_resume
 from somaspeed_jax.config import Config, profile_range, to_json
 from somaspeed_jax.evaluate.demo import play
@@ -61,7 +61,7 @@ def train(config: Config, workdir: Path, console: Console | None = None) -> Outc
         state, frozen, changes = start(config, recipe, learner, checkpoints)
         first = int(state.step)
         prepare = recipe.prepare(config, data.facts)
-        transform = recipe.transform(config, data.facts, data.statistics, data.tokenizer)
+        transform = make_transform(config, recipe, data)
         if lead:
             save_processor(workdir, data)
             (workdir / "config.json").write_text(to_json(config))
@@ -69,10 +69,11 @@ def train(config: Config, workdir: Path, console: Console | None = None) -> Outc
 
         step_fn = jit_train_step(config, learner, prepare)
         validation = Validation(config, learner, data, transform, prepare)
-        batches = open_batches(config, data, transform, learner.global_batch, first)
+        order = make_order(config, data, learner.global_batch)
+        batches = open_batches(config, data, transform, order, first)
         tracing, began = profile_range(config), time.monotonic()
         pending: deque[Pending] = deque()
-        log = StepLog(config, learner, metrics, batches)
+        log = StepLog(config, learner, metrics, data, order)
         metrics.start(first, config.steps)
 
         with batches:
@@ -159,8 +160,8 @@ class Pending:
 class StepLog:
     """Reads steps' numbers, at most two late, and stops the run at the first that is not finite."""
 
-    def __init__(self, config: Config, learner: Learner, metrics: MetricsWriter, batches: Any):
-        self.config, self.learner, self.metrics = config, learner, metrics
+    def __init__(self, config: Config, learner: Learner, metrics: MetricsWriter, data: Data, order: Any):
+        self.config, self.learner, self.metrics, self.data, self.order = config, learner, metrics, data, order
         self.clock = StepClock()
         self.flops = 0
         self._wait_before = self._wait = 0.0
@@ -193,6 +194,7 @@ class StepLog:
             "wait_seconds": wait,
             "compile": first,
             "mfu": mfu(self.flops, seconds, self.learner.layout.mesh.size, jax.devices()[0].device_kind),
+            **samples_drawn(self.config, self.data, self.order, entry.step + 1),
         }
         self.metrics.write("step", **values)
         self.metrics.advance(entry.step + 1)

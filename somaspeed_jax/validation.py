@@ -23,6 +23,7 @@ class Validation:
 
     loss: the flow loss. action_mse: error of sampled chunks, normalised units. mean_action_mse: the error of the best
     constant chunk on these very records, which a policy that sees anything at all beats.
+    A mixture has `loss` over all its datasets, and "NAME: loss" and so on for each in its own normalised units.
     """
 
     def __init__(self, config: Config, learner: Learner, data: Data, transform: Any, prepare: Prepare):
@@ -30,8 +31,13 @@ class Validation:
         if self._data is None:
             return
         policy, layout = learner.policy, learner.layout
-        spread = np.linspace(0, len(self._data) - 1, min(RECORDS, len(self._data)))
-        self._records = np.unique(spread.astype(np.int64))
+        self._records: dict[str, list[int]] = {}  # by dataset
+        first = 0
+        for part in data.parts:
+            size = len(part.validation or ())
+            spread = first + np.linspace(0, size - 1, min(RECORDS, size))
+            self._records[part.name] = np.unique(spread.astype(np.int64)).tolist()
+            first += size
         self._batch = config.batch.per_device * layout.mesh.size
         self._loss = jax.jit(make_validation_step(policy, prepare, seed=config.seed, times=config.flow.times))
         self._errors = jax.jit(_make_action_sums(policy, prepare, config.seed))
@@ -40,11 +46,21 @@ class Validation:
         if self._data is None:
             return {}
         params = {**state.frozen, **(state.ema or state.trainable)}
+        measured = {name: self._measure(params, records) for name, records in self._records.items()}
+        if len(measured) == 1:
+            ((_, numbers),) = measured.values()
+            return numbers
+        terms = jax.tree.map(lambda *t: sum(t), *(terms for terms, _ in measured.values()))
+        each = {f"{name}: {key}": value for name, (_, own) in measured.items() for key, value in own.items()}
+        return {"loss": float(loss_value(self._learner.policy.flow, terms)), **each}
+
+    def _measure(self, params: Any, records: list[int]) -> tuple[LossTerms, dict[str, float]]:
+        assert self._data is not None
         terms, sums = LossTerms(jnp.float32(0), jnp.float32(0)), None
         for rows in eval_batches(
             self._data,
             self._transform,
-            self._records.tolist(),
+            records,
             self._batch,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
@@ -55,7 +71,7 @@ class Validation:
             sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
         error, total, square, count = jax.device_get(sums)
         variance = square - np.square(total) / np.maximum(count, 1)
-        return {
+        return terms, {
             "loss": float(loss_value(self._learner.policy.flow, terms)),
             "action_mse": float(error / count.sum()),
             "mean_action_mse": float(variance.sum() / count.sum()),

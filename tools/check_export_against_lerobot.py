@@ -63,7 +63,7 @@ def here(work: Path) -> None:
     import jax.numpy as jnp
 
     from somaspeed_jax import recipes
-    from somaspeed_jax.assemble import Data, make_learner, save_processor
+    from somaspeed_jax.assemble import Data, Part, make_learner, save_processor
     from somaspeed_jax.checkpoint import Checkpoints
     from somaspeed_jax.config import Config
     from somaspeed_jax.data.demo import ensure_demo_tokenizer
@@ -105,7 +105,7 @@ def here(work: Path) -> None:
         checkpoints.save(1, dataclasses.replace(state, step=jnp.int32(1)), config, fingerprint, False)
     stats = {name: FeatureStatistics(name, names, 100, **cast(Any, values)) for name, values in statistics().items()}
     tokenizer = load_tokenizer(ensure_demo_tokenizer(work / "cache", "sentencepiece"), cast(Any, recipe.TOKENIZER))
-    save_processor(workdir, Data(cast(Any, None), None, stats, tokenizer, facts))
+    save_processor(workdir, Data((Part(cast(Any, None), None, stats, facts),), tokenizer, facts))
     report = export_run(workdir, work / "export")
 
     size = learner.model_config

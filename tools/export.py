@@ -24,6 +24,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="type of trained tensors: float32 loses nothing; source rounds to the type of the weights they came from",
     )
     parser.add_argument("--weights", default="", help="where the run's frozen weights are now, if they moved")
+    parser.add_argument("--dataset", default="", help="of a run on a mixture: whose statistics go with the weights")
     parser.add_argument("--shard-gb", type=float, help="several files of about this size and an index; default: one")
     return parser.parse_args(arguments)
 
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
             average=not args.raw,
             stored=args.store,
             weights=args.weights,
+            dataset=args.dataset,
             shard_bytes=None if args.shard_gb is None else int(args.shard_gb * 1e9),
         )
     except (ValueError, OSError) as error:

@@ -12,7 +12,7 @@ import numpy as np
 
 from somaspeed_jax.data.errors import DataError
 from somaspeed_jax.data.order import Stream, epoch_seed
-from somaspeed_jax.data.pipeline import Frames, Source
+from somaspeed_jax.data.pipeline import Frames, Source, load_sample
 from somaspeed_jax.data.transforms.base import Record, Sample, Transform
 
 LARGEST_BLOCK = 1000
@@ -138,37 +138,75 @@ def _locate(ends: np.ndarray, index: int) -> tuple[int, int]:
     return dataset, index - int(ends[dataset - 1] if dataset else 0)
 
 
-class MixtureTransform:
-    """Sends each record through its dataset's transform and gives all samples the same number of pictures.
+def camera_views(cameras: Sequence[Sequence[str]], views: Sequence[str] = ()) -> tuple[list[str], list[list[int]]]:
+    """(views of the run, and which of them each camera of each dataset fills).
 
-    A dataset with fewer cameras than another gets black pictures with `image_mask` false at the end. All other shapes
-    must agree, which the pipeline checks: give the transforms one prompt length, action width and horizon.
+    The views are `views`, or else the cameras of the dataset that has most. A camera that bears a view's name fills
+    that view; the others fill what is left, in order. Raises DataError where they do not fit.
+    """
+    names = list(views or max(cameras, key=len))
+    filled = []
+    for own in cameras:
+        free = [view for view, name in enumerate(names) if name not in own]
+        strange = [camera for camera in own if camera not in names]
+        if len(strange) > len(free):
+            raise DataError(f"cameras {list(own)} do not fit into the run's views {names}: name them in data.cameras")
+        place = dict(zip(strange, free, strict=False))
+        filled.append([names.index(camera) if camera in names else place[camera] for camera in own])
+    return names, filled
+
+
+class MixtureTransform:
+    """Sends each record through its dataset's transform and gives all samples the same views and the same state width.
+
+    A dataset without a camera for a view (`camera_views`) gets a black picture there, with `image_mask` false. All
+    other shapes must agree (`check_alike`): give the transforms one prompt length, action width and horizon.
     """
 
-    def __init__(self, transforms: Sequence[Transform]):
+    def __init__(self, transforms: Sequence[Transform], views: Sequence[str] = (), state_dim: int = 0):
         self.transforms = list(transforms)
         recipes = {transform.image_recipe for transform in self.transforms}
         if len(recipes) != 1:
             raise DataError(f"datasets of one run need one picture recipe, found {sorted(recipes)}")
         self.image_recipe = recipes.pop()
-        self.cameras = tuple(dict.fromkeys(camera for t in self.transforms for camera in t.cameras))
-        self._pictures = max(len(transform.cameras) for transform in self.transforms)
+        names, self._filled = camera_views([transform.cameras for transform in self.transforms], views)
+        self.cameras, self._state_dim = tuple(names), state_dim
 
     def prepare_image(self, image: np.ndarray) -> np.ndarray:
         return self.transforms[0].prepare_image(image)
 
     def __call__(self, record: Record) -> Sample:
-        return self._pad(self.transforms[record["dataset"]](record), record)
+        return self._widen(self.transforms[record["dataset"]](record), record)
 
     def observation(self, record: Record) -> Sample:
-        return self._pad(self.transforms[record["dataset"]].observation(record), record)
+        return self._widen(self.transforms[record["dataset"]].observation(record), record)
 
     def actions(self, normalised: np.ndarray, state: np.ndarray) -> np.ndarray:
         raise DataError("a mixture has no units of its own: use the transform of the dataset, `transforms[d].actions`")
 
-    def _pad(self, sample: Sample, record: Record) -> Sample:
-        images = sample["images"]
-        absent = self._pictures - len(images)
-        mask = np.concatenate([sample["image_mask"], np.zeros(absent, bool)])
-        blank = tuple(np.zeros_like(images[0]) for _ in range(absent))
-        return {**sample, "images": images + blank, "image_mask": mask, "index": np.int32(record["index"])}
+    def _widen(self, sample: Sample, record: Record) -> Sample:
+        blank = np.zeros_like(sample["images"][0])
+        images, mask = [blank] * len(self.cameras), np.zeros(len(self.cameras), bool)
+        for view, image, present in zip(
+            self._filled[record["dataset"]], sample["images"], sample["image_mask"], strict=True
+        ):
+            images[view], mask[view] = image, present
+        state = np.pad(sample["state"], (0, max(0, self._state_dim - len(sample["state"]))))
+        index = np.int32(record["index"])
+        return {**sample, "images": tuple(images), "image_mask": mask, "state": state, "index": index}
+
+
+def check_alike(source: MixtureSource, transform: MixtureTransform, names: Sequence[str]) -> None:
+    """Raises DataError naming dataset and field unless the first samples of all datasets have the same shapes."""
+    first: dict[str, tuple[int, ...]] = {}
+    for name, end, part in zip(names, np.cumsum([len(s) for s in source.sources]), source.sources, strict=True):
+        sample = load_sample(source, transform, int(end) - len(part))
+        shapes = {key: np.shape(value) for key, value in sample.items() if key != "images"}
+        shapes |= {f"picture of {view}": i.shape for view, i in zip(transform.cameras, sample["images"], strict=True)}
+        first = first or shapes
+        for field, shape in shapes.items():
+            if shape != first[field]:
+                raise DataError(
+                    f"data.mixture: {field} has shape {shape} in {name} and {first[field]} in {names[0]}; the datasets "
+                    "of a run need one shape: choose their cameras in data.cameras, or leave one out"
+                )

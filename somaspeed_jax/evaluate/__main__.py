@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     out = options.out or options.run / "evaluation"
     report: dict[str, Any] = {"run": str(options.run)}
-    policy = load_policy(options.run)
+    policy = load_policy(options.run, dataset=options.dataset)
     dataset, mean = held_out(policy.config, options.data, options.episodes)
     if dataset is not None:
         result = evaluate_open_loop(policy.act_batch, dataset, mean, batch=options.batch, stride=options.stride)
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         report["open_loop"] = result.summary()
         for path in write_plots(result, out):
             print(f"wrote {path}")
-    if options.starts and policy.config.data.path == DEMO:
+    if options.starts and policy.config.data.path == DEMO and not policy.config.data.mixture:
         results = play(options.run, options.starts, out / "closed_loop.mp4")
         for name, trials in results.items():
             print(f"closed loop, {name}: {trials}")
@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data", default="", help="another dataset, all of it unseen (default: the run's held-out part)"
     )
+    parser.add_argument("--dataset", default="", help="which dataset of a mixture the policy acts for")
     parser.add_argument("--episodes", type=_numbers, default=(), help="episodes of the dataset, such as 3,8,12")
     parser.add_argument("--stride", type=int, default=1, help="open loop: every so many records")
     parser.add_argument("--batch", type=int, default=32, help="open loop: observations at a time")

@@ -53,6 +53,7 @@ def export_run(
     average: bool = True,
     stored: Literal["float32", "source"] = "float32",
     weights: str = "",
+    dataset: str = "",
     shard_bytes: int | None = None,
 ) -> Report:
     """Writes the policy of a checkpoint in upstream's layout.
@@ -60,6 +61,7 @@ def export_run(
     checkpoint: a run's workdir (its newest checkpoint), or `<workdir>/checkpoints/<step>`.
     average: the moving average where the run keeps one, else the raw parameters.
     stored, shard_bytes: see `export_weights`. weights: where the run's frozen weights are now, if not where they were.
+    dataset: of a run on a mixture, the one whose statistics and facts go with the weights.
     Raises CheckpointError or WeightsError; nothing is written then.
     """
     workdir, step = _locate(checkpoint)
@@ -69,7 +71,7 @@ def export_run(
             raise CheckpointError(f"{workdir / 'checkpoints'} has no complete checkpoint")
         config, frozen = checkpoints.config(step), checkpoints.frozen(step)
     recipe = recipes.get(config.model.name)
-    statistics, facts, _ = load_processor(workdir, recipe)
+    statistics, facts, _ = load_processor(workdir, recipe, dataset)
     learner = make_learner(_on_one_device(config), facts)
     source, prefix = _open_source(weights, frozen, recipe, learner)
 
@@ -103,7 +105,7 @@ def export_run(
         deltas=adapters,
         stored=stored,
         shard_bytes=shard_bytes,
-        files={**side.content, **_processor_files(workdir), "somaspeed_export.json": json_bytes(origin)},
+        files={**side.content, **_processor_files(workdir, dataset), "somaspeed_export.json": json_bytes(origin)},
     )
     return Report(directory, step, origin["values"], stored, frozen["source"], len(adapters), exported, side.notes)
 
@@ -165,10 +167,11 @@ def _drawn(
     return {**{path: kept[path] for path in paths if path in kept}, **drawn}
 
 
-def _processor_files(workdir: Path) -> dict[str, bytes]:
+def _processor_files(workdir: Path, dataset: str) -> dict[str, bytes]:
     """The run's own statistics, facts and tokenizer, under `processor/`."""
     folder = processor_directory(workdir)
-    return {f"processor/{path.name}": path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+    found = [*folder.iterdir(), *((folder / dataset).iterdir() if dataset else ())]
+    return {f"processor/{path.name}": path.read_bytes() for path in sorted(found) if path.is_file()}
 
 
 def _written_files(config: Config, learner: Learner) -> SideFiles:

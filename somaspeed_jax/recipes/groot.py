@@ -16,6 +16,7 @@ from somaspeed_jax.data.transforms import groot_groups
 from somaspeed_jax.data.transforms.groot import GrootTransform, GrootTransformConfig
 from somaspeed_jax.data.transforms.groot_groups import ActionGroup, groups_by_name, groups_from_modality
 from somaspeed_jax.data.transforms.groot_images import GrootPictures
+from somaspeed_jax.mixture_config import embodiments
 from somaspeed_jax.models import groot as model
 from somaspeed_jax.models.layers.linear import LoraSpec
 from somaspeed_jax.models.layers.param import Runtime
@@ -113,7 +114,9 @@ def transform(config: Config, facts: Facts, statistics: Statistics, tokenizer: T
     mode = cast(Mode, config.data.normalization or ("quantiles" if config.groot.use_percentiles else "min_max"))
     states = tuple(groot_groups.Group(**_tuples(group)) for group in facts.extra["state_groups"])
     actions = tuple(ActionGroup(**_tuples(group)) for group in facts.extra["action_groups"])
-    row = groot_groups.embodiment_id(config.groot.embodiment) if config.groot.decay_unused_rows else 0
+    row = groot_groups.embodiment_id(config.groot.embodiment)
+    if not config.groot.decay_unused_rows:
+        row = _ids(config).index(row)
     return GrootTransform(
         GrootTransformConfig(
             cameras=facts.cameras,
@@ -171,7 +174,7 @@ def new_paths(config: Config) -> tuple[str, ...]:
 
 
 def _size(config: Config) -> model.GrootConfig:
-    """The checkpoint's own sizes where there is one, else a named size; with the rows of this run's embodiment."""
+    """The checkpoint's own sizes where there is one, else a named size; with the rows of this run's embodiments."""
     if config.weights.path:
         values = read_config(find_directory(config.weights.path))
         if "backbone_embedding_dim" in values:
@@ -182,20 +185,26 @@ def _size(config: Config) -> model.GrootConfig:
         )
     size = model.SIZES[config.model.size]
     if config.model.size != "published":
-        return size
+        needed = len(_ids(config))
+        return size if needed <= len(size.embodiments) else dataclasses.replace(size, embodiments=tuple(range(needed)))
     return dataclasses.replace(size, embodiments=_rows(config, size.embodiment_slots))
 
 
 def _rows(config: Config, slots: int) -> tuple[int, ...]:
     if config.groot.decay_unused_rows:
         return tuple(range(slots))
-    return (groot_groups.embodiment_id(config.groot.embodiment),)
+    return _ids(config)
+
+
+def _ids(config: Config) -> tuple[int, ...]:
+    """Upstream's rows of the embodiments in this run, each once."""
+    return tuple(dict.fromkeys(groot_groups.embodiment_id(tag) for tag in embodiments(config)))
 
 
 def _pictures(config: Config) -> GrootPictures:
-    if config.model.size == "published" or config.weights.path:
-        return GrootPictures(crop_fraction=config.groot.crop_fraction)
     vision = _size(config).vision
+    if vision == model.SIZES["published"].vision:
+        return GrootPictures(crop_fraction=config.groot.crop_fraction)
     side = vision.patch * round(vision.positions**0.5)
     return GrootPictures(
         target=(side, side), crop_fraction=config.groot.crop_fraction, multiple=2 * vision.patch, min_pixels=0

@@ -5,7 +5,14 @@ import pytest
 from fake_source import FakeSource, FakeTransform
 
 from somaspeed_jax.data.errors import DataError
-from somaspeed_jax.data.mixture import MixtureFrames, MixtureOrder, MixtureSource, MixtureTransform
+from somaspeed_jax.data.mixture import (
+    MixtureFrames,
+    MixtureOrder,
+    MixtureSource,
+    MixtureTransform,
+    camera_views,
+    check_alike,
+)
 from somaspeed_jax.data.pipeline import make_pipeline
 
 
@@ -85,6 +92,40 @@ def test_batches_of_datasets_with_different_cameras():
     np.testing.assert_array_equal(batch["images"][0][:, 0, 0, 0], np.where(second, ids - 4, ids))
     np.testing.assert_array_equal(batch["images"][1][:, 0, 0, 0], np.where(second, 0, ids + 100))
     np.testing.assert_array_equal(batch["state"][:, 0], np.where(second, ids - 4, ids))
+
+
+def test_cameras_of_one_name_share_a_view_and_others_fill_what_is_left():
+    assert camera_views([("top", "wrist"), ("wrist",), ("front",), ("wrist", "side")]) == (
+        ["top", "wrist"],
+        [[0, 1], [1], [0], [1, 0]],
+    )
+    assert camera_views([("top",), ("wrist",)], ("top", "wrist")) == (["top", "wrist"], [[0], [1]])
+    with pytest.raises(DataError, match=r"cameras \['a', 'b'\] do not fit into the run's views \['top'\]"):
+        camera_views([("a", "b")], ("top",))
+
+
+def test_a_camera_of_the_second_view_and_a_wider_state():
+    class Wrist(OneCamera):
+        cameras = ("wrist",)
+
+    source = MixtureSource([FakeSource(4), FakeSource(5)])
+    transform = MixtureTransform([FakeTransform(), Wrist()], state_dim=3)
+    record = source.record(5)
+    sample = transform({**record, "images": {c: transform.prepare_image(i) for c, i in record["images"].items()}})
+    assert sample["image_mask"].tolist() == [False, True]
+    assert not sample["images"][0].any() and (sample["images"][1] == 101).all()
+    assert sample["state"].tolist() == [1, 1, 0]
+
+
+def test_datasets_of_different_shapes_are_refused_by_name():
+    class Longer(FakeTransform):
+        def __call__(self, record):
+            return {**super().__call__(record), "actions": np.zeros((4, 2), np.float32)}
+
+    source = MixtureSource([FakeSource(4), FakeSource(5)])
+    check_alike(source, MixtureTransform([FakeTransform(), OneCamera()]), ["pick", "fold"])
+    with pytest.raises(DataError, match=r"actions has shape \(4, 2\) in fold and \(3, 2\) in pick"):
+        check_alike(source, MixtureTransform([FakeTransform(), Longer()]), ["pick", "fold"])
 
 
 def test_frames_of_several_caches():

@@ -12,7 +12,7 @@ import pytest
 from weight_files import BFLOAT16, random_tensors, write_tensors
 
 from somaspeed_jax import recipes
-from somaspeed_jax.assemble import Data, make_learner, save_processor
+from somaspeed_jax.assemble import Data, Part, make_learner, save_processor
 from somaspeed_jax.checkpoint import CheckpointError, Checkpoints
 from somaspeed_jax.config import Config
 from somaspeed_jax.data.stats import FeatureStatistics
@@ -72,7 +72,7 @@ def make_run(workdir: Path, *, weights: Path | None = None, preset: str = "exper
     with Checkpoints(workdir, keep=3) as checkpoints:
         checkpoints.save(7, dataclasses.replace(state, step=jnp.int32(7)), config, facts, False)
     stats = {name: statistics(name) for name in ("state", "action")}
-    save_processor(workdir, Data(cast(Any, None), None, stats, cast(Any, NoTokenizer()), FACTS))
+    save_processor(workdir, Data((Part(cast(Any, None), None, stats, FACTS),), cast(Any, NoTokenizer()), FACTS))
     on_host = jax.tree.map(np.asarray, {**frozen, **trainable})
     return Run(workdir, config, learner.specs, learner.policy, on_host, jax.tree.map(np.asarray, dict(state.ema)))
 
