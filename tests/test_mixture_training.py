@@ -1,6 +1,7 @@
 """Several datasets in one run: one with two cameras and six joints, one with one camera and three."""
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from somaspeed_jax import recipes
 from somaspeed_jax.assemble import load_processor, make_learner, make_transform, open_data
 from somaspeed_jax.batches import make_order, samples_drawn
 from somaspeed_jax.config import ConfigError, resolve, to_config_dict
+from somaspeed_jax.data.errors import DataError
+from somaspeed_jax.data.mixture import check_alike
 from somaspeed_jax.data.pipeline import load_sample
 from somaspeed_jax.mixture_config import Entry, embodiments, parse_mixture, part_config
 from somaspeed_jax.policy import TrainedPolicy, load_policy
@@ -184,6 +187,36 @@ def test_groot_holds_the_rows_of_all_embodiments():
     recipe = recipes.get("groot")
     assert recipe.model_config(config, None).embodiments == (2, 10)
     assert recipe.model_config(part_config(config, "b"), None).embodiments == (2, 10)
+
+
+@pytest.mark.parametrize("model", ["groot", "molmoact2"])
+def test_samples_of_the_other_models_are_alike(datasets, model):
+    """A view masked in front of the one that is there, each dataset's embodiment row, states padded to one width."""
+    tags = (":libero_sim", ":new_embodiment") if model == "groot" else ("", "")
+    mixture = (f"{datasets / 'pick'}{tags[0]}*3", f"{datasets / 'fold'}{tags[1]}*1")
+    config = mixed(
+        datasets, data={"mixture": mixture, "tail": "repeat"}, model=dict(name=model, size="demo", horizon=8)
+    )
+    recipe, data = recipes.get(model), open_data(config)
+    transform = make_transform(config, recipe, data)
+    check_alike(data.train, transform, ["pick", "fold"])
+    pick, fold = (load_sample(data.train, transform, i) for i in (0, len(data.parts[0].train)))
+    assert (pick["image_mask"].tolist(), fold["image_mask"].tolist()) == ([True, True], [False, True])
+    assert (pick["embodiment"], fold["embodiment"]) == ((0, 1) if model == "groot" else (0, 0))
+    assert fold["action_mask"][0].sum() == 3 and pick["action_mask"][0].sum() == 6
+    if model == "groot":
+        assert recipe.model_config(config, data.facts).embodiments == (0, 1)
+
+
+def test_U15_a_long_task_is_refused_at_the_start_with_its_episode(datasets, tmp_path):
+    write_dataset(tmp_path, [5, 6], version="v2.1", cameras=("wrist",))
+    lines = [{"task_index": e, "task": f"episode {e}" + " and so on" * 500 * e} for e in range(2)]
+    (tmp_path / "meta/tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for model in ("pi05", "groot", "molmoact2"):
+        config = mixed(datasets, data={"path": str(tmp_path), "mixture": ()}, model=dict(name=model, size="demo"))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tail="repeat"))
+        with pytest.raises(DataError, match=r"episode 1: .*\d{4} tokens.* limit is \d+"):
+            open_data(config)
 
 
 def test_a_run_on_one_dataset_has_no_dataset_to_choose(tmp_path):

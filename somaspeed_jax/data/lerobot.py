@@ -76,8 +76,8 @@ class LeRobotDataset:
     Raises DataError, when opened, for anything that would make a record wrong.
 
     Attributes: `fps`, `features` {name: Feature}, `cameras`, `episodes` (tuple of Episode), `state_names`,
-    `action_names`, `state_dim`, `action_dim`, `tasks` (the prompts that occur, sorted), `modality` (or None),
-    `coverage`, `fingerprint`.
+    `action_names`, `state_dim`, `action_dim`, `tasks` (the prompts that occur, sorted), `task_episodes` {prompt: the
+    first episode with it}, `modality` (or None), `coverage`, `fingerprint`.
     """
 
     def __init__(
@@ -109,7 +109,6 @@ class LeRobotDataset:
         self.modality = layout.modality
         self.cameras = choose_cameras(layout, cameras, stored, chosen, notes)
         self._places = places
-        self._place_of = {place.episode: place for place in places}
 
         self.state_key = _require_vector(layout, state_key, "data.state_key", stored)
         self.action_key = _require_vector(layout, action_key, "data.action_key", stored)
@@ -136,24 +135,27 @@ class LeRobotDataset:
 
     def _list_records(self) -> None:
         """What follows from the episodes held: their records, and the prompts that occur."""
-        self.tasks = tuple(sorted(self._prompts[i] for i in np.unique(self._prompt_of_row)))
+        self._place_of = {place.episode: place for place in self._places}
+        of_row = np.repeat([place.episode for place in self._places], [place.length for place in self._places])
+        prompts, first = np.unique(self._prompt_of_row, return_index=True)
+        found = ((self._prompts[prompt], int(of_row[row])) for prompt, row in zip(prompts, first, strict=True))
+        self.task_episodes = dict(sorted(found))
+        self.tasks = tuple(self.task_episodes)
         self.episodes, self.coverage = _cover(self._places, self.horizon, self.tail)
         self._record_ends = np.cumsum([episode.usable for episode in self.episodes])
 
     def subset(self, episodes: Sequence[int]) -> "LeRobotDataset":
-        """The same dataset with some of its episodes: what opening it with these would give, without reading or
-        checking anything again. Raises DataError for episodes that it does not hold, or that give no sample."""
-        held = list(self._place_of)
-        if not episodes or not set(episodes) <= set(held):
+        """What opening these episodes alone would give, without reading anything again; DataError if there is none."""
+        chosen, held = set(episodes), list(self._place_of)
+        if not chosen or not chosen <= set(held):
             raise DataError(f"{self.path}: asked for episodes {list(episodes)} of those opened, {held}.")
         part = copy.copy(self)
         part.__dict__.pop("fingerprint", None)  # of these episodes: computed when asked for
-        part._places = [place for place in self._places if place.episode in set(episodes)]
-        part._place_of = {place.episode: place for place in part._places}
-        kept = np.concatenate([np.arange(r.start, r.stop) for e, r in self.episode_rows.items() if e in part._place_of])
+        part._places = [place for place in self._places if place.episode in chosen]
+        kept = np.concatenate([np.arange(e.start, e.start + e.length) for e in self.episodes if e.index in chosen])
         part._values = {key: values[kept] for key, values in self._values.items()}
         part._prompt_of_row = self._prompt_of_row[kept]
-        part._spans = {key: span for key, span in self._spans.items() if key[1] in part._place_of}
+        part._spans = {key: span for key, span in self._spans.items() if key[1] in chosen}
         part._list_records()
         return part
 

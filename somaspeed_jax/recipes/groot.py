@@ -104,7 +104,7 @@ def facts(config: Config, dataset: LeRobotDataset, tokenizer: Tokenizer, statist
     )
     sources = [dataset.frame(0, camera).shape[:2] for camera in dataset.cameras]
     needed = transform(config, known, statistics, tokenizer).required_prompt_length(
-        dataset.tasks, cast(list[tuple[int, int]], sources)
+        dataset.tasks, cast(list[tuple[int, int]], sources), dataset.task_episodes
     )
     return dataclasses.replace(known, prompt_length=config.data.prompt_length or needed)
 

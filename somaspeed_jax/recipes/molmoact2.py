@@ -59,7 +59,9 @@ def facts(config: Config, dataset: LeRobotDataset, tokenizer: Tokenizer, statist
         fps=float(dataset.fps),
         prompt_length=0,
     )
-    needed = transform(config, known, statistics, tokenizer).required_prompt_length(dataset.tasks)
+    needed = transform(config, known, statistics, tokenizer).required_prompt_length(
+        dataset.tasks, dataset.task_episodes
+    )
     asked = config.data.prompt_length
     if asked and asked < needed:
         raise ConfigError(

@@ -58,7 +58,7 @@ def facts(config: Config, dataset: LeRobotDataset, tokenizer: Tokenizer, statist
         prompt_length=config.data.prompt_length or PROMPT_LIMIT,
     )
     transform_ = transform(config, known, statistics, tokenizer)
-    needed = transform_.required_prompt_length(dataset.tasks)
+    needed = transform_.required_prompt_length(dataset.tasks, dataset.task_episodes)
     return dataclasses.replace(known, prompt_length=config.data.prompt_length or needed)
 
 

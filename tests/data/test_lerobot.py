@@ -12,6 +12,7 @@ from recordings import CAMERA, code, edit_column, edit_info, number_in, write_da
 
 from somaspeed_jax.data.errors import DataError
 from somaspeed_jax.data.lerobot import LeRobotDataset, split_episodes
+from somaspeed_jax.data.order import Order
 
 LENGTHS = [12, 7, 15, 20]
 
@@ -134,6 +135,44 @@ def test_U04c_sizes_come_from_the_pictures(kind, tmp_path):
     dataset = LeRobotDataset(tmp_path, horizon=H)
     assert dataset[2]["images"][CAMERA].shape == (64, 64, 3)
     assert number_in(dataset[2]["images"][CAMERA]) == code(0, 2)
+
+
+@pytest.mark.parametrize("kind", ["video", "image"])
+def test_U11_the_declared_order_of_axes_does_not_change_the_pixels(kind, tmp_path):
+    """(3, H, W), (H, W, 3), and shapes that say one thing and names another: the picture is what the file holds."""
+    seen = []
+    for number, (shape, names) in enumerate(
+        [
+            ([3, 64, 64], ["channels", "height", "width"]),
+            ([64, 64, 3], ["height", "width", "channels"]),
+            ([3, 64, 64], ["height", "width", "channels"]),
+        ]
+    ):
+        root = tmp_path / str(number)
+        write_dataset(root, [6], stored_as=kind)
+        vector = {"dtype": "float32", "shape": [6], "names": None}
+        camera = {"dtype": kind, "shape": shape, "names": names}
+        edit_info(root, features={"observation.state": vector, "action": vector, CAMERA: camera})
+        seen.append(LeRobotDataset(root, horizon=H)[3]["images"][CAMERA])
+    assert seen[0].shape == (64, 64, 3) and number_in(seen[0]) == code(0, 3)
+    np.testing.assert_array_equal(seen[1], seen[0])
+    np.testing.assert_array_equal(seen[2], seen[0])
+
+
+def test_U10_records_of_the_held_out_episodes_never_come(tmp_path):
+    """Ten episodes, a share held out, many epochs: exactly the records of the others, each once an epoch."""
+    lengths = [5, 3, 4, 6, 2, 5, 4, 3, 6, 5]
+    write_dataset(tmp_path, lengths, cameras=())
+    whole = LeRobotDataset(tmp_path, horizon=H)
+    kept, held_out = split_episodes([e.index for e in whole.episodes], 0.6, seed=0)
+    assert len(kept) == 4 and sorted(kept + held_out) == list(range(10))
+    train, order = whole.subset(kept), Order(sum(lengths[e] for e in kept), 1, seed=0)
+    expected = sorted((e, frame) for e in kept for frame in range(lengths[e]))
+    for epoch in range(5):
+        steps = range(epoch * len(train), (epoch + 1) * len(train))
+        records = [train[int(order.record_ids(step)[0])] for step in steps]
+        assert sorted((r["episode_index"], r["frame_index"]) for r in records) == expected
+        assert {int(r["state"][0]) for r in records} == set(kept)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, None])
@@ -304,6 +343,7 @@ def test_a_subset_is_what_opening_those_episodes_gives(stored_as, tmp_path):
     fingerprint, records = whole.fingerprint, len(whole)
     part, opened = whole.subset([3, 1]), LeRobotDataset(tmp_path, horizon=H, tail="drop", episodes=[1, 3])
     assert len(part) == len(opened) and part.coverage == opened.coverage and part.tasks == opened.tasks
+    assert part.task_episodes == opened.task_episodes == {"episode 1": 1, "episode 3": 3}
     assert part.episodes == opened.episodes and part.fingerprint == opened.fingerprint != fingerprint
     for key in ("observation.state", "action", "timestamp"):
         np.testing.assert_array_equal(part.numeric(key), opened.numeric(key))

@@ -95,7 +95,7 @@ STILL = FeatureStatistics("action", ("wrist", "base", "rail", "tool"), 9, q01=LO
 
 @pytest.mark.parametrize("convention", ["lerobot", "openpi", "groot", "molmoact2"])
 @pytest.mark.parametrize("mode", ["quantiles", "min_max"])
-def test_u06_dimensions_that_hardly_move_are_named_bounded_and_come_back(convention, mode):
+def test_U06_dimensions_that_hardly_move_are_named_bounded_and_come_back(convention, mode):
     normalizer = Normalizer(STILL, mode, convention)
     assert [(d.index, d.name) for d in normalizer.near_constant] == [(0, "wrist"), (1, "base"), (2, "rail")]
     inputs = np.array([[0, 0, 0, 0.1], [0.5, 1.569, 0, 0.1], [1e3, -1e3, 1, 0.1], [3e38, -3e38, 3e38, 0.1]], np.float32)
@@ -110,13 +110,13 @@ def test_u06_dimensions_that_hardly_move_are_named_bounded_and_come_back(convent
     np.testing.assert_allclose(wild[:3], [0.5, 1.56913, 2.02e-14], rtol=4e-4, atol=1e-12)
 
 
-def test_u06_the_value_is_what_upstream_gives_the_constant_itself():
+def test_U06_the_value_is_what_upstream_gives_the_constant_itself():
     for convention, value in (("lerobot", -1), ("openpi", -1), ("molmoact2", -1), ("groot", 0)):
         assert Normalizer(STILL, "quantiles", convention).normalise(LOW.astype(np.float32))[0] == value
 
 
 @pytest.mark.parametrize("convention", ["lerobot", "openpi", "groot"])
-def test_u06_by_mean_and_standard_deviation(convention):
+def test_U06_by_mean_and_standard_deviation(convention):
     rows = np.random.default_rng(0).normal([0.5, 100, 0, 2], [0, 1e-3, 1e-9, 0.5], (500, 4)).astype(np.float32)
     normalizer = Normalizer(compute(rows, feature="action"), "mean_std", convention, clip=False)
     assert [d.index for d in normalizer.near_constant] == [0, 1, 2]
@@ -125,7 +125,7 @@ def test_u06_by_mean_and_standard_deviation(convention):
     np.testing.assert_allclose(normalizer.unnormalise(y)[:3], [0.5, 100, 0], rtol=1e-5, atol=1e-7)
 
 
-def test_u06_small_ordinary_movements_are_left_alone():
+def test_U06_small_ordinary_movements_are_left_alone():
     # half a millimetre of end-effector motion per step, and an angle that moves by a percent of its value
     s = FeatureStatistics("action", ("dx", "angle"), 9, q01=np.array([-2.5e-4, 1.56]), q99=np.array([2.5e-4, 1.58]))
     normalizer = Normalizer(s, "quantiles", "lerobot")

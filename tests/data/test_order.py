@@ -12,14 +12,14 @@ def drawn(order: Order, steps: range) -> list[int]:
     return [int(i) for step in steps for i in order.record_ids(step)]
 
 
-def test_u10_each_record_once_an_epoch_over_many_epochs():
+def test_U10_each_record_once_an_epoch_over_many_epochs():
     chosen = [3, 1, 4, 8]  # what a split left of ten records: the order knows nothing of the others
     ids = drawn(Order(len(chosen), 2, seed=7), range(2 * 50))
     for epoch in range(50):
         assert sorted(chosen[i] for i in ids[4 * epoch : 4 * epoch + 4]) == sorted(chosen)
 
 
-def test_u21_a_batch_that_does_not_divide_the_records_is_never_short():
+def test_U21_a_batch_that_does_not_divide_the_records_is_never_short():
     order = Order(19, 4, seed=0)
     batches = [order.record_ids(step) for step in range(19 * 4)]
     assert all(batch.shape == (4,) and batch.dtype == np.int64 for batch in batches)

@@ -36,7 +36,7 @@ def test_a_batch():
     np.testing.assert_array_equal(wrist[:, 0, 0, 0], ids + 100)
 
 
-def test_u16_a_resumed_run_sees_what_the_uninterrupted_one_sees():
+def test_U16_a_resumed_run_sees_what_the_uninterrupted_one_sees():
     order = Order(10, 2, seed=1)
     whole = collect(FakeSource(10), order, 0, 7)
     assert len(whole) == 7
@@ -47,7 +47,7 @@ def test_u16_a_resumed_run_sees_what_the_uninterrupted_one_sees():
     assert {s: halves[0][s] + halves[1][s] for s in halves[0]} == {s: whole[s] for s in range(3, 7)}
 
 
-def test_u16_workers_change_nothing_and_reading_ahead_moves_no_position():
+def test_U16_workers_change_nothing_and_reading_ahead_moves_no_position():
     order = Order(10, 2, seed=1)
     whole = collect(FakeSource(10), order, 0, 7)
     source = FakeSource(10)
@@ -133,7 +133,7 @@ def test_close_in_the_middle_leaves_no_thread():
         next(batches)
 
 
-def test_u21_a_batch_that_does_not_split_over_the_processes_is_refused():
+def test_U21_a_batch_that_does_not_split_over_the_processes_is_refused():
     with pytest.raises(
         ValueError, match=r"batch of 19 does not split over 4 processes.*nearest batches that do: 16, 20"
     ):

@@ -41,7 +41,7 @@ def test_not_finite_is_refused_by_place():
         stats.compute(rows[:0], feature="action")
 
 
-def test_u05_missing_quantiles_are_refused_with_the_command(tmp_path):
+def test_U05_missing_quantiles_are_refused_with_the_command(tmp_path):
     loaded = stats.load(write(tmp_path / "stats.json", NO_QUANTILES))["action"]
     assert loaded.q01 is None and loaded.count == 40
     with pytest.raises(StatisticsError, match=r"action: no q01 .*tools/compute_stats.py"):
@@ -84,7 +84,7 @@ def test_relative_over_all_steps_repeats_the_tail_and_stays_in_the_episode():
         stats.compute_relative(actions, reference, np.array([3, 3, 3, 9]), 4, per_step=True)
 
 
-def test_u30_absolute_statistics_are_refused_for_relative_actions():
+def test_U30_absolute_statistics_are_refused_for_relative_actions():
     absolute = stats.compute(np.eye(3), feature="action")
     with pytest.raises(StatisticsError, match=r"action: statistics of absolute actions used for relative.*--relative"):
         absolute.require_space("relative")

@@ -71,7 +71,7 @@ def test_over_all_rows_and_still_dimensions_by_name(dataset, tmp_path, capsys):
     json.loads((tmp_path / "s.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_u09_chosen_episodes_alone(dataset, tmp_path):
+def test_U09_chosen_episodes_alone(dataset, tmp_path):
     assert compute_stats.main([str(dataset), "--output", str(tmp_path / "s.json"), "--episodes", "0", "2"]) == 0
     state = stats.load(tmp_path / "s.json")["observation.state"]
     first, _, last = rows(dataset, "observation.state")
@@ -81,7 +81,7 @@ def test_u09_chosen_episodes_alone(dataset, tmp_path):
     )
 
 
-def test_u30_relative_actions_are_marked_and_the_gripper_stays_absolute(dataset, tmp_path):
+def test_U30_relative_actions_are_marked_and_the_gripper_stays_absolute(dataset, tmp_path):
     arguments = [str(dataset), "--output", str(tmp_path / "s.json"), "--relative", "--horizon", "4"]
     assert compute_stats.main(arguments) == 0
     action = stats.load(tmp_path / "s.json")["action"]

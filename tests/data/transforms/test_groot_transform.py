@@ -287,7 +287,10 @@ def test_prompt_length(tokenizer):
     sizes = [(120, 160), (120, 160)]
     assert transform.required_prompt_length(TASKS, sizes) == 180  # the limit
     assert plain(tokenizer, prompt_length=1024).required_prompt_length(TASKS, sizes) == 184
-    long = "word " * 5000
+
+
+def test_U15_a_prompt_that_is_too_long(tokenizer):
+    transform, sizes, long = plain(tokenizer), [(120, 160), (120, 160)], "word " * 5000
     with pytest.raises(
         DataError, match=r"episode 3: task 'word word .*\.\.\.': the prompt has \d{4,} tokens .* limit is 180"
     ):
@@ -295,6 +298,41 @@ def test_prompt_length(tokenizer):
     row = record(transform, 0, 6) | {"task": long, "episode_index": 7}
     with pytest.raises(DataError, match="episode 7, frame 0: task"):
         transform(row)
+
+
+def test_U11_a_red_square_arrives_red(tokenizer):
+    transform = plain(tokenizer)
+    picture = np.zeros((120, 160, 3), np.uint8)
+    picture[40:80, 60:100, 0] = 255
+    row = record(transform, 0, 6) | {"images": dict.fromkeys(("front", "side"), transform.prepare_image(picture))}
+    for arrived in transform(row)["images"]:
+        middle = arrived[arrived.shape[0] // 2, arrived.shape[1] // 2]
+        np.testing.assert_array_equal(middle, (255, 0, 0))
+        assert not arrived[..., 1:].any() and not arrived[0, 0].any()
+
+
+def test_U12_a_camera_by_another_name_is_refused_with_both_sets(tokenizer):
+    transform = plain(tokenizer)
+    row = record(transform, 0, 6)
+    images = {"rgb.front": row["images"]["front"]}
+    with pytest.raises(DataError, match=r"\['front', 'side'\]; the record has \['rgb.front'\].*`cameras`"):
+        transform(row | {"images": images})
+
+
+def test_U13_more_dimensions_than_the_model_has():
+    with pytest.raises(DataError, match="robot's action has 133 dimensions, GR00T takes 1 to 132"):
+        GrootTransformConfig(("a",), 6, (Group("s", (0,)),), (ActionGroup("a", tuple(range(133))),))
+    GrootTransformConfig(("a",), 6, (Group("s", (0,)),), (ActionGroup("a", tuple(range(35))),))
+
+
+def test_U13_statistics_of_another_size_are_refused_and_states_may_differ_in_size(tokenizer):
+    transform = plain(tokenizer)
+    config = dataclasses.replace(transform.config, action_groups=(ActionGroup("action", tuple(range(14))),))
+    with pytest.raises(DataError, match=r"action: groups \[\('action', 14\)\] with statistics of \[7\] dimensions"):
+        GrootTransform(config, tokenizer, transform.state_normalizers, transform.action_normalizers)
+    sample = transform(record(transform, 0, 6))  # a state of 8 dimensions, actions of 7
+    assert sample["state"].shape == (WIDTH,) and not sample["state"][8:].any()
+    assert sample["action_mask"].sum(1)[0] == 7 and not sample["actions"][:, 7:].any()
 
 
 def test_refusals(tokenizer):
@@ -306,8 +344,6 @@ def test_refusals(tokenizer):
         transform(row | {"images": dict.fromkeys(("front", "side"), UPSTREAM["raw/image_front"][0])})
     with pytest.raises(DataError, match=r"actions have shape \(5, 7\), expected \(6, 7\)"):
         transform(row | {"actions": row["actions"][:5]})
-    with pytest.raises(DataError, match="robot's action has 133 dimensions, GR00T takes 1 to 132"):
-        GrootTransformConfig(("a",), 6, (Group("s", (0,)),), (ActionGroup("a", tuple(range(133))),))
     with pytest.raises(DataError, match="each action dimension once"):
         plain(tokenizer, action_groups=(ActionGroup("a", (0, 1, 1)),))
     with pytest.raises(DataError, match="relative_exclude names"):

@@ -242,6 +242,34 @@ def test_pickles(upstream, tokenizer):
     np.testing.assert_array_equal(again(row)["tokens"], transform(row)["tokens"])
 
 
+def test_U11_a_red_square_arrives_red(upstream, tokenizer):
+    transform = make(upstream, tokenizer)
+    picture = np.zeros((120, 160, 3), np.uint8)
+    picture[40:80, 60:100, 0] = 255
+    images = dict.fromkeys(("front", "wrist"), transform.prepare_image(picture))
+    for arrived in transform(record(upstream, 0, transform) | {"images": images})["images"]:
+        np.testing.assert_array_equal(arrived[42, 42], (255, 0, 0))
+        assert not arrived[..., 1:].any() and not arrived[0, 0].any()
+
+
+def test_U13_more_dimensions_than_the_model_has(upstream, tokenizer):
+    with pytest.raises(ValueError, match=r"actions of 7 dimensions, the model has 4"):
+        make(upstream, tokenizer, action_dim=4)
+    padded = make(upstream, tokenizer)(record(upstream, 0, make(upstream, tokenizer)))
+    assert padded["actions"].shape[1] == 32 and not padded["actions"][:, 7:].any()
+    assert not padded["action_mask"][:, 7:].any()
+
+
+def test_U15_a_prompt_that_is_too_long(upstream, tokenizer):
+    transform = make(upstream, tokenizer)
+    row = record(upstream, 0, transform)
+    long = row | {"task": "word " * 5000}
+    with pytest.raises(DataError, match=r"episode 0, frame 0: the prompt of task 'word .* tokens, the limit is 240"):
+        transform.observation(long)
+    with pytest.raises(DataError, match=r"episode 7: the prompt of task 'word .* tokens, the limit is 240"):
+        transform.required_prompt_length(["go", long["task"]], {long["task"]: 7})
+
+
 def test_refusals(upstream, tokenizer):
     transform = make(upstream, tokenizer)
     row = record(upstream, 0, transform)
@@ -251,17 +279,10 @@ def test_refusals(upstream, tokenizer):
         DataError, match=r"episode 0, frame 0: camera front: picture of \(120, 160\), prepare_image makes \(84, 84\)"
     ):
         transform.observation(row | {"images": row["images"] | {"front": upstream["raw/image_front"][0]}})
-    long = row | {"task": "word " * 5000}
-    with pytest.raises(DataError, match=r"episode 0, frame 0: the prompt of task 'word .* tokens, the limit is 240"):
-        transform.observation(long)
-    with pytest.raises(DataError, match=r"episode 7: the prompt of task 'word .* tokens, the limit is 240"):
-        transform.required_prompt_length(["go", long["task"]], {long["task"]: 7})
     loud = row["actions"].copy()
     loud[0, 6] = 1.5
     with pytest.raises(DataError, match=r"episode 0, frame 0: action: dimension 6 \(gripper.pos\).*normalize_gripper"):
         transform(row | {"actions": loud})
-    with pytest.raises(ValueError, match=r"actions of 7 dimensions, the model has 4"):
-        make(upstream, tokenizer, action_dim=4)
     with pytest.raises(DataError, match=r"episode 0, frame 0: actions of shape \(5, 7\); expected \(6, 7\)"):
         transform(row | {"actions": row["actions"][:5]})
     with pytest.raises(ValueError, match="behaviour is 'new'"):

@@ -190,7 +190,7 @@ def test_pickles_into_workers():
 
 
 @pytest.mark.parametrize("convention", ["lerobot", "openpi"])
-def test_u11_red_square_arrives_red(convention):
+def test_U11_red_square_arrives_red(convention):
     made = transform(convention=convention)
     picture = np.zeros((120, 160, 3), np.uint8)
     picture[40:80, 60:100, 0] = 255
@@ -207,17 +207,17 @@ def test_cameras_arrive_in_the_models_order():
     assert [image[0, 0, 0] for image in made["images"]] == [2, 1]
 
 
-def test_u12_one_declared_camera_gives_one_picture():
+def test_U12_one_declared_camera_gives_one_picture():
     made = transform(convention="openpi", cameras=("wrist",), absent_cameras=2)(record())
     assert len(made["images"]) == 1 and made["image_mask"].tolist() == [True]
 
 
-def test_u12_undeclared_absent_cameras_are_refused():
+def test_U12_undeclared_absent_cameras_are_refused():
     with pytest.raises(DataError, match=r"absent_cameras=0: openpi's π0.5 has 3 views"):
         transform(convention="openpi", cameras=("wrist",), absent_cameras=0)
 
 
-def test_u12_other_names_are_refused_with_both_sets():
+def test_U12_other_names_are_refused_with_both_sets():
     images = {"observation.images.rgb.left_wrist": np.zeros((48, 48, 3), np.uint8)}
     with pytest.raises(
         DataError, match=r"episode 4, frame 17: .*\['front', 'wrist'\]; the record has \['observation.images.rgb.left"
@@ -248,26 +248,26 @@ def of_sizes(state, action, **changes):
     )
 
 
-def test_u13_more_action_dimensions_than_the_model_are_refused():
+def test_U13_more_action_dimensions_than_the_model_are_refused():
     with pytest.raises(DataError, match=r"action has 35 dimensions, π0.5 has 32"):
         of_sizes(35, 35)
 
 
-def test_u13_statistics_of_another_size_are_refused():
+def test_U13_statistics_of_another_size_are_refused():
     with pytest.raises(DataError, match=r"episode 4.*\(6, 7\), expected \(6, 14\)"):
         of_sizes(8, 14)(record())
     with pytest.raises(DataError, match=r"episode 4.*shape \(8,\), the statistics have 14"):
         of_sizes(14, 7)(record())
 
 
-def test_u13_state_and_action_of_different_sizes_are_accepted_and_only_real_state_is_written():
+def test_U13_state_and_action_of_different_sizes_are_accepted_and_only_real_state_is_written():
     made = of_sizes(3, 7)(record(state=np.zeros(3, np.float32)))
     assert made["actions"].shape == (6, 32)
     text = prompt_text(TASKS[0], state_bins(np.zeros(3, np.float32)))
     assert text.endswith("State: 128 128 128;\nAction: ")
 
 
-def test_u13_names_survive_padding():
+def test_U13_names_survive_padding():
     assert transform().action_names == NAMES[:7] and transform().state_names == NAMES
     assert transform().action_names.index("gripper.pos") == 6
 
@@ -275,7 +275,7 @@ def test_u13_names_survive_padding():
 # ---------------------------------------------------------------------------------------------- U15: long prompts
 
 
-def test_u15_five_thousand_characters_are_refused():
+def test_U15_five_thousand_characters_are_refused():
     made, task = transform(), "stack the blocks " * 300
     with pytest.raises(DataError, match=r"episode 4, frame 17: task 'stack the .*\.\.\.': .* (\d{4}) tokens, .* 200"):
         made(record(task=task))
@@ -284,14 +284,14 @@ def test_u15_five_thousand_characters_are_refused():
 
 
 @pytest.mark.parametrize("sample", range(3))
-def test_u15_what_lerobot_cuts_off_is_refused(sample):
+def test_U15_what_lerobot_cuts_off_is_refused(sample):
     assert LEROBOT["case/truncated/out/observation.language.attention_mask"][sample].all()  # cut at 48
     with pytest.raises(DataError, match=r"tokens, the limit is 48"):
         transform(prompt_length=48)(record(sample))
 
 
 @pytest.mark.parametrize("with_state", [True, False])
-def test_u15_under_at_and_over_the_limit(with_state):
+def test_U15_under_at_and_over_the_limit(with_state):
     def of(limit):
         return transform(state_in_prompt=with_state, prompt_length=limit)
 
@@ -334,7 +334,7 @@ def test_required_prompt_length_is_reached_and_within_the_limit():
 
 @pytest.mark.parametrize("convention", ["lerobot", "openpi"])
 @pytest.mark.parametrize("relative", [False, True])
-def test_u30_recorded_chunk_comes_back_in_robot_units(convention, relative):
+def test_U30_recorded_chunk_comes_back_in_robot_units(convention, relative):
     generator = np.random.default_rng(3)
     state = generator.normal(size=(40, 9)).astype(np.float32)
     actions = (state + generator.normal(scale=0.1, size=state.shape)).astype(np.float32)
@@ -361,7 +361,7 @@ def test_u30_recorded_chunk_comes_back_in_robot_units(convention, relative):
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_u30_statistics_of_the_other_space_are_refused(relative):
+def test_U30_statistics_of_the_other_space_are_refused(relative):
     space = "absolute" if relative else "relative"
     with pytest.raises(StatisticsError, match=f"action: statistics of {space} actions used for"):
         Pi05Transform(
