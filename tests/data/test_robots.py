@@ -47,14 +47,15 @@ def test_cameras_in_the_models_order_joints_relative_grippers_absolute(robot, tm
     cameras = [f"observation.images.{camera}" for camera in short]
     config = config_of(robot, recording(tmp_path, names, cameras))
     data = open_data(config)
-    transform = recipes.get("pi05").transform(config, data.facts, data.statistics, data.tokenizer)
+    (part,) = data.parts
+    transform = recipes.get("pi05").transform(config, part.facts, part.statistics, data.tokenizer)
     assert list(data.facts.cameras) == cameras
     assert data.facts.action_names == tuple(names)
-    assert data.statistics["action"].space == "relative"
-    assert data.validation is not None and len(data.validation.episodes) == 1
+    assert part.statistics["action"].space == "relative"
+    assert part.validation is not None and len(part.validation.episodes) == 1
 
-    rows = data.train.record(3, images=False)
-    record = {**rows, "images": {camera: transform.prepare_image(data.train.frame(3, camera)) for camera in cameras}}
+    rows = part.train.record(3, images=False)
+    record = {**rows, "images": {camera: transform.prepare_image(part.train.frame(3, camera)) for camera in cameras}}
     sample = transform(record)
     assert len(sample["images"]) == len(cameras)
     back = transform.actions(sample["actions"], record["state"])
