@@ -46,13 +46,13 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
         change(config, **_from_nothing("small"), steps=600, batch=dict(per_device=16))
         change(config, data=dict(holdout=0.25), evaluation=dict(every=200))
     elif variant == "demo":
-        change(config, **_from_nothing("demo"), steps=1000, batch=dict(per_device=64), flow=dict(times=4))
-        change(
-            config,
-            data=dict(path="demo", holdout=0.02, relative_actions=True, relative_exclude=()),
-            evaluation=dict(closed_loop_starts=200),
-        )
-        change(config, log=dict(every=20), checkpoint=dict(every=500))
+        # The wrist camera moves with the tip, so where to go next is in the pictures: actions are relative to the
+        # state and the prompt holds the task alone, which a small model reads sooner.
+        change(config, **_from_nothing("demo"), steps=1800, batch=dict(per_device=64), flow=dict(times=4))
+        change(config, pi05=dict(state_in_prompt=False))
+        change(config, data=dict(path="demo", holdout=0.02, relative_actions=True, relative_exclude=(), cache="frames"))
+        change(config, optim=dict(decay_steps=1800), evaluation=dict(closed_loop_starts=200))
+        change(config, log=dict(every=20), checkpoint=dict(every=600))
     else:
         raise ValueError(f"unknown variant {variant!r} of configs/pi05.py; known: lerobot, libero, lora, small, demo")
     return config

@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 from small_run import run, small_config, steps
 
+from somaspeed_jax import recipes
+from somaspeed_jax.assemble import make_learner
+from somaspeed_jax.export.run import export_run
+from somaspeed_jax.initial import initial_parameters
 from somaspeed_jax.policy import load_policy
 
 pytestmark = pytest.mark.slow
@@ -74,3 +78,17 @@ def test_acts(uninterrupted):
         policy.act({**observation, "state": np.zeros(3)})
     facts = json.loads((workdir / "processor" / "facts.json").read_text())
     assert facts["cameras"] == ["observation.images.top", "observation.images.wrist"]
+
+
+def test_export_and_reload_through_upstreams_layout(uninterrupted, tmp_path):
+    config, workdir, outcome = uninterrupted
+    export_run(workdir, tmp_path / "exported")
+    again = dataclasses.replace(config, weights=dataclasses.replace(config.weights, path=str(tmp_path / "exported")))
+    recipe = recipes.get(config.model.name)
+    learner = make_learner(again, None)
+    trainable, frozen, facts = initial_parameters(again, recipe, learner)
+    trained = {**outcome.state.trainable, **outcome.state.frozen}
+    assert {**trainable, **frozen}.keys() == trained.keys()
+    for path, value in {**trainable, **frozen}.items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(trained[path]), err_msg=path)
+    assert facts["source"] == str(tmp_path / "exported")

@@ -20,7 +20,7 @@ from somaspeed_jax.data.video_writer import VideoWriter
 
 __all__ = ["ensure_demo", "ensure_demo_tokenizer", "make_demo"]
 
-VERSION = 4  # raise it when anything that is written changes: it is part of the folder's name
+VERSION = 5  # raise it when anything that is written changes: it is part of the folder's name
 
 _REST = 4  # frames recorded after the tip has arrived
 _EPISODES_PER_DATA_FILE = 200

@@ -24,12 +24,13 @@ COLOURS = {
     "green": (0, 255, 0),
     "blue": (0, 0, 255),
     "yellow": (255, 255, 0),
-    "magenta": (255, 0, 255),
 }
 COLOUR_NAMES = tuple(COLOURS)
 PHRASES = ("reach the {} block", "touch the {} block", "find the {} block")
 
 BLOCKS = 4  # a scene; going to a block at random is right once in four
+PLACES = np.array([[-0.14, -0.14], [0.14, -0.14], [-0.14, 0.14], [0.14, 0.14]], np.float32)  # of blocks, from CENTRE
+SCATTER = 0.05  # how far from its place a block lies, at most, in x and in y
 CENTRE = np.array([0.5, 0.0], np.float32)
 TABLE_HALF = 0.3
 BLOCK_HALF = 0.05
@@ -125,8 +126,8 @@ class Scenes:
 
 
 def make_scenes(n: int, rng: np.random.Generator) -> Scenes:
-    """n random scenes: BLOCKS blocks of different colours that do not touch, a tip that starts away from the goal."""
-    blocks = _spread(n, BLOCKS, TABLE_HALF - BLOCK_HALF - 0.01, 3.2 * BLOCK_HALF, rng)
+    """n random scenes: a block of each colour, one near each of PLACES; a tip that starts away from the goal."""
+    blocks = (CENTRE + PLACES + rng.uniform(-SCATTER, SCATTER, (n, BLOCKS, 2))).astype(np.float32)
     colours = np.argsort(rng.random((n, len(COLOURS))), axis=1)[:, :BLOCKS]
     scenes = Scenes(
         blocks=blocks,
@@ -170,14 +171,3 @@ def observations(scenes: Scenes, prompts: Sequence[str] | None = None) -> list[d
 def _capped(move: np.ndarray, limit: float) -> np.ndarray:
     length = np.linalg.norm(move, axis=-1, keepdims=True)
     return move * np.minimum(1, limit / np.maximum(length, 1e-9))
-
-
-def _spread(n: int, k: int, half: float, apart: float, rng: np.random.Generator) -> np.ndarray:
-    """n sets of k points, at least `apart` from each other, in a square of half-width `half`; [n, k, 2] float32."""
-    points, todo = np.empty((n, k, 2), np.float32), np.arange(n)
-    while len(todo):
-        drawn = CENTRE + rng.uniform(-half, half, (len(todo), k, 2))
-        distance = np.linalg.norm(drawn[:, :, None] - drawn[:, None], axis=-1) + np.eye(k) * 9
-        points[todo] = drawn
-        todo = todo[distance.min((1, 2)) < apart]
-    return points

@@ -84,7 +84,7 @@ SIZES: dict[str, Pi05Config] = {
     "published": Pi05Config(),
     # Trained from nothing on the demo tabletop in minutes on a CPU.
     "demo": _small(
-        96, 3, 256, 64, SiglipConfig(96, 2, 192, 4, 8, (48, 48)), 512,
+        96, 3, 256, 64, SiglipConfig(96, 2, 192, 4, 16, (48, 48)), 512,
         heads=2, head_width=64, action_dim=8, horizon=8, fresh_modulation=0.02,
     ),
     # Real recordings on a CPU: the published geometry of pictures at a quarter of the resolution.
