@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from somaspeed_jax.config import Config, to_json
+from somaspeed_jax.config import Config, ConfigError, to_json
 
 
 def strict(value: Any) -> Any:
@@ -110,7 +110,7 @@ class _WandB:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise ImportError(
+            raise ConfigError(
                 f"config.log.wandb is {config.log.wandb!r}, but wandb is not installed; "
                 "pip install 'somaspeed-jax[wandb]'"
             ) from error
