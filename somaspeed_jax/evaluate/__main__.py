@@ -58,11 +58,11 @@ def held_out(config: Any, data: str, episodes: tuple[int, ...]) -> tuple[LeRobot
 
     if data or episodes:
         changed = dataclasses.replace(config.data, path=data or config.data.path, episodes=episodes, holdout=0.0)
-        dataset = open_data(dataclasses.replace(config, data=changed)).train
+        dataset = open_data(dataclasses.replace(config, data=changed)).parts[0].train
         return dataset, dataset.numeric(dataset.action_key).mean(0)
     if not config.data.holdout:
         return None, None
-    opened = open_data(config)
+    opened = open_data(config).parts[0]  # a policy acts for one dataset, whose path its configuration has
     return opened.validation, opened.train.numeric(opened.train.action_key).mean(0)
 
 
