@@ -43,8 +43,9 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
     elif variant == "lora":
         change(config, tune=dict(preset="lora"), pi05=dict(recipe="openpi"), optim=dict(weight_decay=1e-10))
     elif variant == "small":
-        change(config, **_from_nothing("small"), steps=600, batch=dict(per_device=16))
-        change(config, data=dict(holdout=0.25), evaluation=dict(every=200))
+        change(config, **_from_nothing("small"), steps=300, batch=dict(per_device=16))
+        change(config, optim=dict(decay_steps=300))
+        change(config, data=dict(holdout=0.25, cache="frames"), evaluation=dict(every=100), log=dict(every=20))
     elif variant == "demo":
         # The wrist camera moves with the tip, so where to go next is in the pictures: actions are relative to the
         # state and the prompt holds the task alone, which a small model reads sooner.
