@@ -13,7 +13,7 @@ from somaspeed_jax.models.layers.param import Runtime
 Activation = Callable[[jax.Array], jax.Array]
 
 
-def _with_derivative(value_and_slope: Callable[[jax.Array], tuple[jax.Array, jax.Array]], name: str) -> Activation:
+def _with_derivative(value_and_slope: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> Activation:
     """An activation that keeps its derivative for the backward pass in place of its input: the same memory.
 
     A pre-activation's gradient feeds two products, one of which reads it transposed. Left to autodiff, XLA evaluates
@@ -31,7 +31,6 @@ def _with_derivative(value_and_slope: Callable[[jax.Array], tuple[jax.Array, jax
         value, slope = value_and_slope(x.astype(jnp.float32))
         return value.astype(x.dtype), slope.astype(x.dtype) * dx
 
-    activation.__name__ = name
     return activation
 
 
@@ -52,9 +51,9 @@ def _silu(x):
     return x * gate, gate * (1 + x * (1 - gate))
 
 
-gelu_tanh = _with_derivative(_gelu_tanh, "gelu_tanh")
-gelu_exact = _with_derivative(_gelu_exact, "gelu_exact")
-silu = _with_derivative(_silu, "silu")
+gelu_tanh = _with_derivative(_gelu_tanh)
+gelu_exact = _with_derivative(_gelu_exact)
+silu = _with_derivative(_silu)
 
 
 class Mlp(nnx.Module):
