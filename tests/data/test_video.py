@@ -152,7 +152,7 @@ def test_damaged_pictures_are_refused_not_repeated(tmp_path):
     assert refused
 
 
-def test_the_pool_keeps_few_files_open_and_survives_pickling_and_forks(tmp_path):
+def test_the_pool_keeps_few_files_open_and_survives_pickling_and_new_processes(tmp_path):
     paths = [tmp_path / f"{n}.mp4" for n in range(3)]
     for n, path in enumerate(paths):
         write_video(path, range(10 * n, 10 * n + 4), fps=10)
@@ -162,7 +162,7 @@ def test_the_pool_keeps_few_files_open_and_survives_pickling_and_forks(tmp_path)
     assert len(pool._files) == 2
     copy = pickle.loads(pickle.dumps(pool))
     assert copy.capacity == 2 and number_in(copy.open(paths[0]).frame(3)) == 3
-    with multiprocessing.get_context("fork").Pool(1) as workers:
+    with multiprocessing.get_context("spawn").Pool(1) as workers:
         assert workers.apply(_read_in_child, (paths[2],)) == 23
     assert number_in(pool.open(paths[2]).frame(0)) == 20
 
