@@ -38,7 +38,9 @@ def get_config(variant: str = "") -> ml_collections.ConfigDict:
             config,
             model=dict(size="demo", horizon=8),
             tune=dict(preset="full"),
-            groot=dict(dropout=False, state_dropout=0.0, crop_fraction=1.0, colour_jitter=()),
+            groot=dict(
+                embodiment="simpler_env_widowx", dropout=False, state_dropout=0.0, crop_fraction=1.0, colour_jitter=()
+            ),  # row 1 of the small model's four
             steps=1000,
             batch=dict(per_device=64),
             flow=dict(times=4),

@@ -20,7 +20,7 @@ MODELS = {
     # Dropout, state dropout, random windows and colour jitter all on.
     "groot": dict(
         model=dict(name="groot", size="demo", horizon=8),
-        groot=dict(dropout=True, state_dropout=0.5, crop_fraction=0.9),
+        groot=dict(embodiment="simpler_env_widowx", dropout=True, state_dropout=0.5, crop_fraction=0.9),
         data=dict(tail="repeat"),
         optim=dict(schedule="groot", floor=0.0, warmup=1),
     ),
