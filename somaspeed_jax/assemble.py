@@ -296,6 +296,15 @@ def make_learner(config: Config, facts: Facts | None, devices: list[Any] | None 
     )  # fmt: skip
 
 
+def on_one_device(config: Config) -> Config:
+    """The same run on one device, whatever it was trained on."""
+    return dataclasses.replace(
+        config,
+        mesh=dataclasses.replace(config.mesh, devices=1, replica=1, fsdp=1),
+        batch=dataclasses.replace(config.batch, global_batch=0),
+    )
+
+
 def choose_devices(config: Config) -> list[Any]:
     present = jax.devices()
     if config.mesh.devices > len(present):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from somaspeed_jax import recipes
-from somaspeed_jax.assemble import DTYPES, Learner, load_processor, make_learner
+from somaspeed_jax.assemble import DTYPES, Learner, load_processor, make_learner, on_one_device
 from somaspeed_jax.checkpoint import CheckpointError, Checkpoints
 from somaspeed_jax.config import Config
 from somaspeed_jax.data.transforms.base import Transform
@@ -143,13 +143,7 @@ def load_policy(
         step = checkpoints.latest if step is None else step
         if step is None:
             raise CheckpointError(f"{workdir / 'checkpoints'} has no complete checkpoint")
-        config = checkpoints.config(step)
-        # One device, whatever the run was trained on.
-        config = dataclasses.replace(
-            config,
-            mesh=dataclasses.replace(config.mesh, devices=1, replica=1, fsdp=1),
-            batch=dataclasses.replace(config.batch, global_batch=0),
-        )
+        config = on_one_device(checkpoints.config(step))
         recipe = recipes.get(config.model.name)
         statistics, facts, tokenizer = load_processor(workdir, recipe, dataset)
         config = part_config(config, dataset) if dataset else config
@@ -171,10 +165,10 @@ def _restored(config: Config, learner: Learner, checkpoints: Checkpoints, step: 
 
 def untrained_policy(config: Config, workdir: Path) -> TrainedPolicy:
     """The same policy with the parameters that the run started from, to compare with."""
-    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices=1, replica=1, fsdp=1))
+    config = on_one_device(config)
     recipe = recipes.get(config.model.name)
     statistics, facts, tokenizer = load_processor(workdir, recipe)
-    learner = make_learner(dataclasses.replace(config, batch=dataclasses.replace(config.batch, global_batch=0)), facts)
+    learner = make_learner(config, facts)
     trainable, frozen, _ = initial_parameters(config, recipe, learner)
     transform = recipe.transform(config, facts, statistics, tokenizer)
     prepare = recipe.prepare(config, facts)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from somaspeed_jax import recipes
-from somaspeed_jax.assemble import DTYPES, Learner, load_processor, make_learner, processor_directory
+from somaspeed_jax.assemble import DTYPES, Learner, load_processor, make_learner, on_one_device, processor_directory
 from somaspeed_jax.checkpoint import CheckpointError, Checkpoints
 from somaspeed_jax.config import Config
 from somaspeed_jax.export import lerobot_pi05
@@ -72,7 +72,7 @@ def export_run(
         config, frozen = checkpoints.config(step), checkpoints.frozen(step)
     recipe = recipes.get(config.model.name)
     statistics, facts, _ = load_processor(workdir, recipe, dataset)
-    learner = make_learner(_on_one_device(config), facts)
+    learner = make_learner(on_one_device(config), facts)
     source, prefix = _open_source(weights, frozen, recipe, learner)
 
     state = workdir / "checkpoints" / str(step) / "state"
@@ -118,14 +118,6 @@ def _locate(checkpoint: Path) -> tuple[Path, int | None]:
         return checkpoint.parent.parent, int(checkpoint.name)
     raise CheckpointError(
         f"{checkpoint} is neither the workdir of a run that has saved nor one of its checkpoints/<step>"
-    )
-
-
-def _on_one_device(config: Config) -> Config:
-    return dataclasses.replace(
-        config,
-        mesh=dataclasses.replace(config.mesh, devices=1, replica=1, fsdp=1),
-        batch=dataclasses.replace(config.batch, global_batch=0),
     )
 
 
